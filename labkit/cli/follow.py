@@ -1,0 +1,137 @@
+"""Follow a run to its end: a bar on a terminal, plain lines elsewhere; Ctrl-C stops it or lets go of it."""
+
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+import click
+
+from labkit.cli.output import is_terminal
+from labkit.lab.progress import Progress, WatchedRun, progress_line, progress_of
+from labkit.lab.series import SeriesReader
+from labkit.runfolder import RunStatus
+
+_POLL_S = 0.2
+_LINE_EVERY_S = 5.0
+
+
+class StoppableRun(WatchedRun, Protocol):
+    """The part of a run's handle that following it needs."""
+
+    def stop(self, timeout_s: float = ...) -> RunStatus:
+        """End it; kill what has not ended after `timeout_s`."""
+        ...
+
+
+def follow(run: StoppableRun, *, is_ours: bool) -> RunStatus:
+    """Show a run's progress on stderr until it has ended.
+
+    Args:
+        run: The run.
+        is_ours: The first Ctrl-C asks the run to stop and waits for it, a second one kills it.
+            Otherwise Ctrl-C ends the following and the run goes on.
+
+    Returns:
+        The final status.
+
+    Raises:
+        KeyboardInterrupt: Ctrl-C on a run that is not ours.
+    """
+    reader = SeriesReader(run.folder)
+    with _Interrupts() as interrupts, _display() as display:
+        while not (status := run.status()).state.is_final:
+            reader.update()
+            display.show(progress_of(reader.series))
+            if interrupts.wait(_POLL_S):
+                _interrupt(run, display, interrupts.count, is_ours)
+        return status
+
+
+def _interrupt(run: StoppableRun, display: "_Display", count: int, is_ours: bool) -> None:
+    if not is_ours:
+        display.say(f"Detached. The run goes on: labkit attach {run.folder.key}")
+        raise KeyboardInterrupt
+    if count == 1:
+        display.say("Stopping. Ctrl-C again kills the workers.")
+        run.folder.stop_file.touch()
+    else:
+        display.say("Killing.")
+        run.stop(timeout_s=0.0)
+
+
+class _Interrupts:
+    """Counts Ctrl-C (and SIGTERM) instead of raising wherever the program happens to be."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._came = threading.Event()
+
+    def __enter__(self) -> "_Interrupts":
+        numbers = (signal.SIGINT, signal.SIGTERM)
+        self._before = {number: signal.signal(number, self._note) for number in numbers}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _note(self, *_: object) -> None:
+        self.count += 1
+        self._came.set()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait a while; True when one came."""
+        came = self._came.wait(timeout_s)
+        self._came.clear()
+        return came
+
+
+class _Display:
+    """What is shown of a run while it goes on."""
+
+    def __init__(self, show: Callable[[Progress], None], say: Callable[[str], None]) -> None:
+        self.show = show
+        self.say = say
+
+
+@contextmanager
+def _display() -> Iterator[_Display]:
+    if not is_terminal(sys.stderr):
+        yield _Display(_line_now_and_then(), _say)
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, TextColumn
+    from rich.progress import Progress as Bars
+
+    console = Console(stderr=True)
+    with Bars(BarColumn(), TextColumn("{task.description}", markup=False), console=console) as bars:
+        task = bars.add_task("starting workers", total=None)
+
+        def show(progress: Progress) -> None:
+            if progress.step:
+                total = progress.total_steps
+                bars.update(task, description=progress_line(progress), completed=progress.step, total=total)
+
+        yield _Display(show, lambda text: console.print(text, markup=False, highlight=False))
+
+
+def _say(text: str) -> None:
+    click.echo(text, err=True)
+
+
+def _line_now_and_then() -> Callable[[Progress], None]:
+    """Write a plain line every few seconds, when there is something new."""
+    shown, shown_at = "", 0.0
+
+    def show(progress: Progress) -> None:
+        nonlocal shown, shown_at
+        line = progress_line(progress) if progress.step else "starting workers"
+        if line != shown and time.monotonic() - shown_at >= _LINE_EVERY_S:
+            _say(line)
+            shown, shown_at = line, time.monotonic()
+
+    return show

@@ -1,0 +1,98 @@
+"""Where a run stands, at a glance: cheap however long it has run, so that `status` can show hundreds."""
+
+import json
+import mmap
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from labkit.runfolder import RunFolder, RunState, RunStatus
+
+UNRESPONSIVE_AFTER_S = 10.0
+"""The supervisor writes a heartbeat once a second."""
+
+
+@dataclass(frozen=True)
+class Glance:
+    """One run in one row; None where nothing is known (yet).
+
+    Attributes:
+        key: Key of the run.
+        experiment: Name of the experiment.
+        folder: Where it lies.
+        state: State as `status.json` says it.
+        is_unresponsive: Its owner is alive by its process number but has shown no life for 10 s.
+        attempt: 1, and one more for each resume.
+        step: Steps done.
+        total_steps: Steps it will have.
+        train_loss: The newest.
+        val_accuracy: The newest.
+        age_s: Seconds since it was made.
+        error: Why it did not finish, one line.
+    """
+
+    key: str
+    experiment: str
+    folder: str
+    state: RunState
+    is_unresponsive: bool
+    attempt: int
+    step: int
+    total_steps: int | None
+    train_loss: float | None
+    val_accuracy: float | None
+    age_s: float
+    error: str | None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return asdict(self)
+
+
+def glance(folder: RunFolder, status: RunStatus) -> Glance:
+    """Look at a run.
+
+    Args:
+        folder: The run.
+        status: Its true status (`launch.reap`).
+    """
+    now = time.time()
+    start, metrics, evaluation = newest(folder.events_file(0), ("start", "metrics", "eval"))
+    is_silent = bool(status.heartbeat_at) and now - status.heartbeat_at > UNRESPONSIVE_AFTER_S
+    return Glance(
+        key=folder.key,
+        experiment=folder.path.parent.name,
+        folder=str(folder.path),
+        state=status.state,
+        is_unresponsive=is_silent and not status.state.is_final,
+        attempt=status.attempt,
+        step=int(metrics.get("step", start.get("start_step", 0))),
+        total_steps=start.get("total_steps"),
+        train_loss=metrics.get("values", {}).get("train/loss"),
+        val_accuracy=evaluation.get("values", {}).get("val/accuracy"),
+        age_s=max(0.0, now - status.created_at),
+        error=status.error.message if status.error else None,
+    )
+
+
+def newest(file: Path, kinds: tuple[str, ...]) -> list[dict[str, Any]]:
+    """The newest event of each kind, {} where there is none. Searches from the end, through a memory map."""
+    try:
+        with open(file, "rb") as events, mmap.mmap(events.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            return [_newest_in(data, kind) for kind in kinds]
+    except (OSError, ValueError):  # no file yet, or an empty one, which can't be mapped
+        return [{} for _ in kinds]
+
+
+def _newest_in(data: mmap.mmap, kind: str) -> dict[str, Any]:
+    at = len(data)
+    while (at := data.rfind(f'"kind":"{kind}"'.encode(), 0, at)) >= 0:
+        end = data.find(b"\n", at)
+        try:
+            event = json.loads(data[data.rfind(b"\n", 0, at) + 1 : end])
+        except ValueError:
+            continue
+        if end >= 0 and isinstance(event, dict) and event.get("kind") == kind:
+            return event
+    return {}

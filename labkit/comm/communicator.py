@@ -1,0 +1,144 @@
+"""The seam through which strategies exchange tensors, with a twin for one process."""
+
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from labkit.errors import LabkitError
+
+
+class PeerError(LabkitError):
+    """A collective failed: another worker died, stalled or left. The root cause is elsewhere."""
+
+
+class Work(Protocol):
+    """A collective under way."""
+
+    def wait(self) -> None:
+        """Block until the tensor holds the result.
+
+        Raises:
+            PeerError: another worker is gone or too late.
+        """
+        ...
+
+
+class Communicator(Protocol):
+    """Collectives among a fixed set of workers. All of them call the same ones in the same order."""
+
+    rank: int
+    world_size: int
+
+    def all_reduce_(self, tensor: torch.Tensor) -> Work:
+        """Start to replace `tensor` by its sum over the workers, in place."""
+        ...
+
+    def broadcast_(self, tensor: torch.Tensor, source: int = 0) -> None:
+        """Replace `tensor` by the one of `source`, in place."""
+        ...
+
+    def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """Every worker's tensor of one common shape, by rank, on every worker."""
+        ...
+
+    def barrier(self) -> None:
+        """Wait until every worker is here."""
+        ...
+
+    def duplicate(self) -> "Communicator":
+        """The same workers with an order of collectives of their own."""
+        ...
+
+    def close(self) -> None:
+        """Leave. Call it last."""
+        ...
+
+
+class _Done:
+    def wait(self) -> None:
+        return None
+
+
+class SoloCommunicator:
+    """One worker: every collective is the identity."""
+
+    rank = 0
+    world_size = 1
+
+    def all_reduce_(self, tensor: torch.Tensor) -> Work:
+        return _Done()
+
+    def broadcast_(self, tensor: torch.Tensor, source: int = 0) -> None:
+        return None
+
+    def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        return [tensor.clone()]
+
+    def barrier(self) -> None:
+        return None
+
+    def duplicate(self) -> Communicator:
+        return self
+
+    def close(self) -> None:
+        return None
+
+
+class _GroupWork:
+    def __init__(self, work: dist.Work, what: str) -> None:
+        self._work = work
+        self._what = what
+
+    def wait(self) -> None:
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            raise _peer_error(self._what, error) from error
+
+
+def _peer_error(what: str, error: RuntimeError) -> PeerError:
+    first_line = str(error).strip().splitlines()[0] if str(error).strip() else "no reason given"
+    return PeerError(f"{what} failed because another worker is gone or too late: {first_line}")
+
+
+class GroupCommunicator:
+    """Several workers, over a torch.distributed process group (gloo, NCCL)."""
+
+    def __init__(self, group: dist.ProcessGroup, *, is_owner: bool) -> None:
+        self.rank = dist.get_rank(group)
+        self.world_size = dist.get_world_size(group)
+        self._group = group
+        self._is_owner = is_owner
+
+    def all_reduce_(self, tensor: torch.Tensor) -> Work:
+        try:
+            work = dist.all_reduce(tensor, group=self._group, async_op=True)
+        except RuntimeError as error:
+            raise _peer_error("all-reduce", error) from error
+        assert work is not None
+        return _GroupWork(work, "all-reduce")
+
+    def broadcast_(self, tensor: torch.Tensor, source: int = 0) -> None:
+        try:
+            dist.broadcast(tensor, group=self._group, group_src=source)
+        except RuntimeError as error:
+            raise _peer_error("broadcast", error) from error
+
+    def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        found = [torch.empty_like(tensor) for _ in range(self.world_size)]
+        try:
+            dist.all_gather(found, tensor, group=self._group)
+        except RuntimeError as error:
+            raise _peer_error("gather", error) from error
+        return found
+
+    def barrier(self) -> None:
+        self.all_reduce_(torch.zeros(1)).wait()
+
+    def duplicate(self) -> "GroupCommunicator":
+        return GroupCommunicator(dist.new_group(), is_owner=False)
+
+    def close(self) -> None:
+        if self._is_owner and dist.is_initialized():
+            dist.destroy_process_group()

@@ -1,0 +1,111 @@
+"""How workers find each other: a store that lives in the supervisor, never in a worker.
+
+A store in worker 0 dies with worker 0, and then nobody can say why (torch's default). Ours outlives
+them all, and each generation of workers uses keys of its own, so that a restart never reads the
+addresses of the dead (the cause of failing restarts in torch 2.13 with gloo).
+"""
+
+import socket
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from labkit.comm.communicator import Communicator, GroupCommunicator, PeerError, SoloCommunicator
+from labkit.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Rendezvous:
+    """Where workers meet.
+
+    Attributes:
+        host: Address of the store.
+        port: Its port.
+        generation: Prefix of this generation's keys; another one after every restart.
+    """
+
+    host: str
+    port: int
+    generation: str
+
+
+class StoreServer:
+    """The store, served by this process on one address only."""
+
+    def __init__(self, host: str = "127.0.0.1", port: int = 0) -> None:
+        try:
+            self._socket = socket.create_server((host, port))
+        except OSError as error:
+            raise ConfigError(
+                f"rendezvous must be a free address of this machine, got {host}:{port}: "
+                f"{error.strerror or error}. Choose another port, or stop what listens there."
+            ) from None
+        self.host = host
+        self.port: int = self._socket.getsockname()[1]
+        self._store: dist.TCPStore | None = None
+
+    def open(self) -> None:
+        """Begin to answer. Workers forked before this may connect already; they wait."""
+        # torch binds to every interface when it makes the socket itself; ours listens on `host` alone.
+        self._store = dist.TCPStore(
+            self.host,
+            self.port,
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=self._socket.detach(),
+            use_libuv=True,
+        )
+
+    def close(self) -> None:
+        """Stop answering."""
+        self._store = None
+        self._socket.close()
+
+
+def join(
+    rendezvous: Rendezvous,
+    *,
+    rank: int,
+    world_size: int,
+    device_type: str,
+    start_timeout_s: float,
+    comm_timeout_s: float,
+) -> Communicator:
+    """Meet the other workers and return the communicator; alone there is nothing to meet.
+
+    Args:
+        rendezvous: The supervisor's store.
+        rank: This worker's rank.
+        world_size: Number of workers.
+        device_type: cpu (gloo) or cuda (NCCL for device tensors, gloo for the rest).
+        start_timeout_s: Longest wait for the others to come.
+        comm_timeout_s: Longest wait in a collective afterwards.
+
+    Raises:
+        PeerError: the others did not come in time.
+    """
+    if world_size == 1:
+        return SoloCommunicator()
+    try:
+        store = dist.TCPStore(
+            rendezvous.host, rendezvous.port, is_master=False, timeout=timedelta(seconds=start_timeout_s)
+        )
+        dist.init_process_group(
+            backend="cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo",
+            store=dist.PrefixStore(rendezvous.generation, store),
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=comm_timeout_s),
+        )
+    except RuntimeError as error:
+        raise PeerError(
+            f"workers must meet at {rendezvous.host}:{rendezvous.port} within {start_timeout_s:g} s, "
+            f"got: {str(error).strip().splitlines()[0]}"
+        ) from error
+    group = dist.group.WORLD
+    assert group is not None
+    communicator = GroupCommunicator(group, is_owner=True)
+    communicator.all_reduce_(torch.zeros(1)).wait()  # connects every pair now, not in step 1
+    return communicator

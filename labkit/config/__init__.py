@@ -1,0 +1,63 @@
+"""The one experiment configuration: typed, frozen, checked before anything starts."""
+
+from labkit.config._experiment import (
+    AdamWConfig,
+    ClusterConfig,
+    ConvNetConfig,
+    DigitsConfig,
+    EngineConfig,
+    ExperimentConfig,
+    GptConfig,
+    LaunchConfig,
+    MlpConfig,
+    NodeConfig,
+    ScheduleConfig,
+    SgdConfig,
+    SyncConfig,
+    TextConfig,
+    UserDataConfig,
+    UserModelConfig,
+    WorkerConfig,
+    cluster_of_shape,
+)
+from labkit.config._load import (
+    from_mapping,
+    from_overrides,
+    from_parameters,
+    json_schema,
+    known_keys,
+    load,
+    to_yaml,
+)
+from labkit.config._plain import plain
+from labkit.config._yaml import parse_yaml
+
+__all__ = [
+    "AdamWConfig",
+    "ClusterConfig",
+    "ConvNetConfig",
+    "DigitsConfig",
+    "EngineConfig",
+    "ExperimentConfig",
+    "GptConfig",
+    "LaunchConfig",
+    "MlpConfig",
+    "NodeConfig",
+    "ScheduleConfig",
+    "SgdConfig",
+    "SyncConfig",
+    "TextConfig",
+    "UserDataConfig",
+    "UserModelConfig",
+    "WorkerConfig",
+    "cluster_of_shape",
+    "from_mapping",
+    "from_overrides",
+    "from_parameters",
+    "json_schema",
+    "known_keys",
+    "load",
+    "parse_yaml",
+    "plain",
+    "to_yaml",
+]

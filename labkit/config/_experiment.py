@@ -1,0 +1,368 @@
+"""Every section of an experiment. This module imports no torch, so notebooks and the CLI start at once."""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    AfterValidator,
+    Discriminator,
+    Field,
+    JsonValue,
+    Tag,
+    field_validator,
+    model_validator,
+)
+
+from labkit.config._section import Section
+
+PositiveInt = Annotated[int, Field(gt=0)]
+PositiveFloat = Annotated[float, Field(gt=0)]
+Fraction = Annotated[float, Field(ge=0, lt=1)]
+
+
+def _tag_of(value: Any) -> str:
+    name = value.get("name") if isinstance(value, Mapping) else getattr(value, "name", None)
+    return "<user>" if isinstance(name, str) and ":" in name else f"<{name}>"
+
+
+def _entry_point(name: str) -> str:
+    module, _, function = name.partition(":")
+    if not all(part.isidentifier() for part in [*module.split("."), function]):
+        raise ValueError(
+            f"name must be module:function, got {name!r}. For example my_models:build."
+        )
+    return name
+
+
+EntryPoint = Annotated[str, AfterValidator(_entry_point)]
+
+
+# --- model -----------------------------------------------------------------------------------
+
+
+class MlpConfig(Section):
+    """Fully connected network with ReLU between its layers."""
+
+    name: Literal["mlp"] = "mlp"
+    hidden_sizes: Annotated[tuple[PositiveInt, ...], Field(strict=False)] = Field(
+        (128,), description="width of each hidden layer"
+    )
+
+
+class ConvNetConfig(Section):
+    """Small convolutional network: convolution, batch norm, ReLU, pooling; then one linear layer."""
+
+    name: Literal["convnet"] = "convnet"
+    channels: Annotated[tuple[PositiveInt, ...], Field(strict=False)] = Field(
+        (16, 32), description="channels of each block; every block halves the image"
+    )
+    has_batch_norm: bool = Field(True, description="batch norm after each convolution")
+
+
+class GptConfig(Section):
+    """Decoder-only transformer over bytes."""
+
+    name: Literal["gpt"] = "gpt"
+    num_layers: PositiveInt = Field(2, description="transformer blocks")
+    num_heads: PositiveInt = Field(4, description="attention heads per block")
+    width: PositiveInt = Field(128, description="width of the residual stream")
+    dropout: Fraction = Field(0.0, description="dropout probability")
+
+    @model_validator(mode="after")
+    def _heads_divide_width(self) -> "GptConfig":
+        if self.width % self.num_heads:
+            raise ValueError(
+                f"model.width must be a multiple of model.num_heads ({self.num_heads}), "
+                f"got {self.width}. Use {self.width // self.num_heads * self.num_heads or self.num_heads}."
+            )
+        return self
+
+
+class UserModelConfig(Section):
+    """A model of the user's own: a function `(data_info, **options) -> torch.nn.Module`."""
+
+    name: EntryPoint
+    options: dict[str, JsonValue] = Field({}, description="keyword arguments of the function")
+
+
+ModelConfig = Annotated[
+    Annotated[MlpConfig, Tag("<mlp>")]
+    | Annotated[ConvNetConfig, Tag("<convnet>")]
+    | Annotated[GptConfig, Tag("<gpt>")]
+    | Annotated[UserModelConfig, Tag("<user>")],
+    Discriminator(_tag_of),
+]
+
+
+# --- data ------------------------------------------------------------------------------------
+
+
+class DigitsConfig(Section):
+    """1,797 scanned 8x8 digits that ship with scikit-learn; the last `num_val` are held out."""
+
+    name: Literal["digits"] = "digits"
+    num_val: Annotated[int, Field(ge=1, le=1796)] = Field(297, description="samples held out")
+
+
+class TextConfig(Section):
+    """The Python standard library's own sources as bytes, cut into windows; the last ones are held out."""
+
+    name: Literal["text"] = "text"
+    context: Annotated[int, Field(ge=2)] = Field(128, description="bytes per sample")
+    max_bytes: PositiveInt = Field(4_000_000, description="bytes read at the most")
+    num_val: PositiveInt = Field(256, description="windows held out")
+
+
+class UserDataConfig(Section):
+    """A data set of the user's own: a function `(**options) -> labkit.tasks.Data`."""
+
+    name: EntryPoint
+    options: dict[str, JsonValue] = Field({}, description="keyword arguments of the function")
+
+
+DataConfig = Annotated[
+    Annotated[DigitsConfig, Tag("<digits>")]
+    | Annotated[TextConfig, Tag("<text>")]
+    | Annotated[UserDataConfig, Tag("<user>")],
+    Discriminator(_tag_of),
+]
+
+
+# --- cluster ---------------------------------------------------------------------------------
+
+
+class WorkerConfig(Section):
+    """One rank."""
+
+    device: str = Field(
+        "auto",
+        pattern=r"^(auto|cpu|cuda(:\d+)?)$",
+        description="auto | cpu | cuda | cuda:N",
+    )
+    local_batch_size: Annotated[int, Field(ge=0)] | None = Field(
+        None, description="samples of each global batch; none: an even split"
+    )
+
+
+class NodeConfig(Section):
+    """One machine. `workers: 4` with an optional `device` is short for four equal workers."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="its name")
+    workers: Annotated[tuple[WorkerConfig, ...], Field(strict=False)] = Field(min_length=1)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _expand_count(cls, value: Any) -> Any:
+        if not isinstance(value, Mapping) or not isinstance(value.get("workers"), int):
+            return value
+        short = dict(value)
+        count = short["workers"]
+        worker = {"device": short.pop("device")} if "device" in short else {}
+        if isinstance(count, bool) or count < 1:
+            raise ValueError(
+                f"workers of node {short.get('name')!r} must be at least 1, got {count}. "
+                "Remove the node or give it a worker."
+            )
+        return {**short, "workers": [worker] * count}
+
+
+class ClusterConfig(Section):
+    """Nodes and their workers. Ranks are given out in this order."""
+
+    nodes: Annotated[tuple[NodeConfig, ...], Field(strict=False)] = Field(min_length=1)
+
+    @field_validator("nodes")
+    @classmethod
+    def _names_differ(cls, nodes: tuple[NodeConfig, ...]) -> tuple[NodeConfig, ...]:
+        names = [node.name for node in nodes]
+        for name in names:
+            if names.count(name) > 1:
+                raise ValueError(
+                    f"cluster.nodes must have names that differ, got {name!r} twice. Rename one."
+                )
+        return nodes
+
+    @property
+    def num_workers(self) -> int:
+        """Workers of all nodes."""
+        return sum(len(node.workers) for node in self.nodes)
+
+
+def cluster_of_shape(num_nodes: int, workers_per_node: int) -> ClusterConfig:
+    """A cluster of like nodes named node0, node1, ..."""
+    return ClusterConfig(
+        nodes=tuple(
+            NodeConfig(name=f"node{index}", workers=(WorkerConfig(),) * workers_per_node)
+            for index in range(num_nodes)
+        )
+    )
+
+
+# --- sync, optimizer, schedule -----------------------------------------------------------------
+
+
+class SyncConfig(Section):
+    """How workers agree on one update per global batch."""
+
+    name: Literal["allreduce"] = Field("allreduce", description="flat synchronous all-reduce")
+    bucket_bytes: PositiveInt = Field(
+        5_000_000, description="gradient bytes per collective; small ones overlap better"
+    )
+    batch_norm: Literal["local", "synchronized"] = Field(
+        "local", description="batch statistics of each worker, or of the global batch"
+    )
+
+
+class SgdConfig(Section):
+    """Stochastic gradient descent with momentum (torch.optim.SGD)."""
+
+    name: Literal["sgd"] = "sgd"
+    learning_rate: PositiveFloat = Field(0.1, description="peak learning rate")
+    momentum: Fraction = Field(0.9, description="momentum")
+    weight_decay: Annotated[float, Field(ge=0)] = Field(0.0, description="L2 penalty")
+    is_nesterov: bool = Field(False, description="Nesterov momentum")
+
+    @model_validator(mode="after")
+    def _nesterov_needs_momentum(self) -> "SgdConfig":
+        if self.is_nesterov and not self.momentum:
+            raise ValueError(
+                "optimizer.momentum must be greater than 0 with optimizer.is_nesterov, got 0. "
+                "Use 0.9, or switch Nesterov off."
+            )
+        return self
+
+
+class AdamWConfig(Section):
+    """Adam with decoupled weight decay (torch.optim.AdamW; Loshchilov and Hutter, 2019)."""
+
+    name: Literal["adamw"] = "adamw"
+    learning_rate: PositiveFloat = Field(1e-3, description="peak learning rate")
+    beta1: Fraction = Field(0.9, description="decay of the first moment")
+    beta2: Fraction = Field(0.999, description="decay of the second moment")
+    epsilon: PositiveFloat = Field(1e-8, description="added to the denominator")
+    weight_decay: Annotated[float, Field(ge=0)] = Field(0.01, description="decoupled decay")
+
+
+OptimizerConfig = Annotated[
+    Annotated[SgdConfig, Tag("<sgd>")] | Annotated[AdamWConfig, Tag("<adamw>")],
+    Discriminator(_tag_of),
+]
+
+
+class ScheduleConfig(Section):
+    """Learning rate as a pure function of the step."""
+
+    name: Literal["constant", "cosine", "polynomial", "step"] = "constant"
+    warmup_steps: Annotated[int, Field(ge=0)] = Field(
+        0, description="linear warm-up; step K reaches the peak"
+    )
+    final_fraction: Annotated[float, Field(ge=0, le=1)] = Field(
+        0.0, description="last learning rate over the peak (cosine, polynomial)"
+    )
+    power: PositiveFloat = Field(2.0, description="exponent (polynomial)")
+    milestones: Annotated[tuple[PositiveInt, ...], Field(strict=False)] = Field(
+        (), description="steps after which the rate is multiplied by `factor` (step)"
+    )
+    factor: PositiveFloat = Field(0.1, description="multiplier at each milestone (step)")
+
+
+# --- engine, launch ------------------------------------------------------------------------------
+
+
+class EngineConfig(Section):
+    """The training loop."""
+
+    global_batch_size: PositiveInt = Field(64, description="samples per update, whatever the cluster")
+    micro_batch_size: PositiveInt | None = Field(
+        None, description="largest number of samples per forward pass of a worker"
+    )
+    num_epochs: PositiveInt = Field(5, description="passes over the training data")
+    max_steps: PositiveInt | None = Field(None, description="stop after this many steps")
+    eval_every_steps: PositiveInt | None = Field(None, description="none: after each epoch")
+    checkpoint_every_steps: PositiveInt | None = Field(None, description="none: after each epoch")
+    keep_checkpoints: PositiveInt = Field(3, description="newest checkpoints kept")
+    clip_norm: PositiveFloat | None = Field(
+        None, description="largest norm of the globally averaged gradient"
+    )
+    dtype: Literal["float32", "float64"] = Field("float32", description="of parameters and inputs")
+    num_threads: PositiveInt | None = Field(
+        None, description="torch threads per worker; none: cores over the node's workers"
+    )
+    step_padding_s: Annotated[float, Field(ge=0)] = Field(
+        0.0, description="each step's compute lasts at least this long (emulates a slower device)"
+    )
+
+
+class LaunchConfig(Section):
+    """How workers are started and watched. Not part of a run's identity."""
+
+    launcher: Literal["local", "elastic"] = Field(
+        "local", description="local: forked here; elastic: torch.distributed.run on every node"
+    )
+    max_restarts: Annotated[int, Field(ge=0)] = Field(
+        0, description="restarts of all workers from the last checkpoint after a failure"
+    )
+    timeout_s: PositiveFloat | None = Field(None, description="longest life of the run")
+    worker_timeout_s: PositiveFloat = Field(
+        30.0, description="a worker that shows no life for this long is named and ends the run"
+    )
+    comm_timeout_s: PositiveFloat = Field(300.0, description="longest wait in a collective")
+    start_timeout_s: PositiveFloat = Field(120.0, description="until all workers have met")
+    stop_grace_s: PositiveFloat = Field(5.0, description="from SIGTERM to SIGKILL")
+
+
+class ExperimentConfig(Section):
+    """One training experiment. Equal configurations give equal runs."""
+
+    name: str = Field(
+        "experiment",
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
+        description="folder under runs/ and MLflow experiment",
+    )
+    model: ModelConfig = ConvNetConfig()
+    data: DataConfig = DigitsConfig()
+    cluster: ClusterConfig = cluster_of_shape(1, 1)
+    sync: SyncConfig = SyncConfig()
+    optimizer: OptimizerConfig = SgdConfig()
+    schedule: ScheduleConfig = ScheduleConfig()
+    engine: EngineConfig = EngineConfig()
+    launch: LaunchConfig = LaunchConfig()
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(0, description="of every random stream")
+
+    @model_validator(mode="after")
+    def _batches_fit(self) -> "ExperimentConfig":
+        total = self.engine.global_batch_size
+        given = [w.local_batch_size for node in self.cluster.nodes for w in node.workers]
+        stated = [size for size in given if size is not None]
+        if stated and len(stated) < len(given):
+            raise ValueError(
+                f"local_batch_size must be given for all {len(given)} workers or for none, got "
+                f"{len(stated)}. Add the missing ones."
+            )
+        if stated and sum(stated) != total:
+            raise ValueError(
+                f"local batches must sum to engine.global_batch_size ({total}), got "
+                f"{' + '.join(map(str, stated))} = {sum(stated)}. Change one of them, or set "
+                f"engine.global_batch_size={sum(stated)}."
+            )
+        if not stated and total < len(given):
+            raise ValueError(
+                f"engine.global_batch_size must be at least the number of workers ({len(given)}), "
+                f"got {total}. Use fewer workers, or give each its local_batch_size (0 is allowed)."
+            )
+        if isinstance(self.data, DigitsConfig) and total > 1797 - self.data.num_val:
+            raise ValueError(
+                "engine.global_batch_size must be at most the number of training samples "
+                f"({1797 - self.data.num_val}), got {total}. Lower it."
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _model_fits_data(self) -> "ExperimentConfig":
+        wants = {"gpt": "text", "mlp": "digits", "convnet": "digits"}.get(self.model.name)
+        if wants and self.data.name in ("digits", "text") and self.data.name != wants:
+            raise ValueError(
+                f"data.name must be {wants!r} (or your own) with model {self.model.name!r}, got "
+                f"{self.data.name!r}. Change data.name or model.name."
+            )
+        return self

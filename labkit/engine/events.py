@@ -1,0 +1,51 @@
+"""What a worker tells the world: one JSON object a line, appended to its own file.
+
+Every event has `t` (seconds since 1970), `kind` and `attempt`. Kinds:
+
+    start       rank, node, local_rank, pid, host, device, world_size, num_params, total_steps,
+                start_step, local_batch_size
+    step        step, samples (this worker's), step_s and its parts data_s, compute_s,
+                communicate_s, wait_s                                       every worker, every step
+    metrics     step, epoch, samples (trained on so far, all workers), values {name: number}
+                                                                            rank 0, every step
+    eval        step, epoch, samples, values {"val/loss": ..., "val/accuracy": ...}       rank 0
+    checkpoint  step, file, size_bytes, save_s                                            rank 0
+    message     text                                                        anything worth a line
+    end         step                                                        the worker is done
+
+Names in `values`: train/loss, train/accuracy, val/loss, val/accuracy, optim/learning_rate,
+perf/samples_per_s, perf/step_ms, perf/compute_ms, perf/communicate_ms, perf/wait_ms, perf/data_ms (means
+over workers). A number that is not finite is written as null and named in `nonfinite`:
+{"train/loss": "nan"}.
+"""
+
+import json
+import math
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+
+class EventLog:
+    """Appends events to one file. A line is one write, so a reader sees whole lines or none."""
+
+    def __init__(self, path: Path, attempt: int) -> None:
+        self._attempt = attempt
+        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+
+    def write(self, kind: str, **fields: Any) -> None:
+        """Append one event. Values must be JSON; numbers in `values` may be non-finite."""
+        values = fields.get("values")
+        if values is not None:
+            bad = {name: str(v) for name, v in values.items() if not math.isfinite(v)}
+            if bad:
+                fields["values"] = {n: (None if n in bad else v) for n, v in values.items()}
+                fields["nonfinite"] = bad
+        event = {"t": round(time.time(), 4), "kind": kind, "attempt": self._attempt, **fields}
+        line = json.dumps(event, separators=(",", ":"), allow_nan=False) + "\n"
+        os.write(self._fd, line.encode())
+
+    def close(self) -> None:
+        """Close the file."""
+        os.close(self._fd)

@@ -1,0 +1,302 @@
+"""The training loop, the same for every strategy and any number of workers."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from labkit.cluster.placement import Placement, local_batch_sizes
+from labkit.comm import Communicator
+from labkit.config import ExperimentConfig
+from labkit.data.sampler import GlobalSampler, SamplerState, even_extent, own_part
+from labkit.engine import checkpoint, random_state
+from labkit.engine.events import EventLog
+from labkit.errors import ConfigError
+from labkit.optim.build import build_optimizer
+from labkit.optim.schedule import learning_rate_at
+from labkit.runfolder import RunFolder
+from labkit.sync import AllReduce, StepTotals, Strategy, synchronize_batch_norm
+from labkit.tasks import Batch, Data, Samples, build_model, load_data
+
+
+@dataclass
+class Progress:
+    """How far a run is.
+
+    Attributes:
+        step: Steps done.
+        samples: Samples trained on, over all workers.
+        sampler: Position in the data.
+    """
+
+    step: int = 0
+    samples: int = 0
+    sampler: SamplerState = SamplerState()
+
+
+class Trainer:
+    """One worker's part of a run."""
+
+    def __init__(
+        self,
+        config: ExperimentConfig,
+        placement: Placement,
+        comm: Communicator,
+        log: EventLog,
+        folder: RunFolder,
+        *,
+        device: torch.device,
+        is_stop_wanted: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """Load the data, build the model and its strategy, the same on every worker.
+
+        Raises:
+            ConfigError: the data has fewer samples than there are workers.
+        """
+        self.config, self.placement, self.comm, self.log, self.folder = config, placement, comm, log, folder
+        self.device = device
+        self.dtype: torch.dtype = getattr(torch, config.engine.dtype)
+        self.is_stop_wanted = is_stop_wanted
+        self.data: Data = load_data(config.data)
+        num_samples = len(self.data.train)
+        if num_samples < placement.world_size:
+            raise ConfigError(
+                f"cluster must have at most as many workers as training samples ({num_samples}), got "
+                f"{placement.world_size}. Use fewer workers."
+            )
+        random_state.seed_everything(config.seed, "model")
+        self.model = self._place(build_model(config.model, self.data.info))
+        self.strategy = self._build_strategy()
+        random_state.seed_everything(config.seed, "worker", placement.rank)
+        self.sampler = GlobalSampler(num_samples, config.engine.global_batch_size, config.seed)
+        self.local_batch_sizes = local_batch_sizes(config.cluster, config.engine.global_batch_size)
+        self.progress = Progress()
+        self._step_began_at = 0.0
+
+    def _place(self, model: nn.Module) -> nn.Module:
+        model = model.to(self.device, self.dtype)
+        if self.config.sync.batch_norm == "synchronized":
+            model = synchronize_batch_norm(model, self.comm.duplicate())
+        return model
+
+    def _build_strategy(self) -> Strategy:
+        optimizer = build_optimizer(self.config.optimizer, self.model.parameters())
+        return AllReduce(
+            self.model,
+            optimizer,
+            self.comm,
+            self.config.sync,
+            clip_norm=self.config.engine.clip_norm,
+            clock=self._clock,
+        )
+
+    def _clock(self) -> float:
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+        return time.perf_counter()
+
+    @property
+    def total_steps(self) -> int:
+        """Steps of the whole run."""
+        engine = self.config.engine
+        steps = engine.num_epochs * self.sampler.steps_per_epoch
+        return min(steps, engine.max_steps) if engine.max_steps else steps
+
+    def resume(self) -> None:
+        """Go on from the newest whole checkpoint, if there is one."""
+        say = lambda text: self.log.write("message", text=text)  # noqa: E731
+        data = checkpoint.newest_checkpoint(self.folder, say) if self.comm.rank == 0 else None
+        content = checkpoint.load_everywhere(data, self.comm, self.device)
+        if content is None:
+            return
+        self.model.load_state_dict(content["model"])
+        self.strategy.load_state_dict(content["strategy"])
+        self.progress = Progress(content["step"], content["samples"], SamplerState(**content["sampler"]))
+        streams = content["random"]
+        if len(streams) == self.placement.world_size:
+            random_state.restore(streams[self.placement.rank])
+        else:
+            random_state.seed_everything(
+                self.config.seed, "worker", self.placement.rank, self.placement.world_size, self.progress.step
+            )
+
+    def train(self) -> bool:
+        """Train to the end, or until a worker wants to stop.
+
+        Returns:
+            Whether it got to the end.
+
+        Raises:
+            PeerError: another worker is gone.
+        """
+        self._say_start()
+        while self.progress.step < self.total_steps:
+            self._step_began_at = time.perf_counter()
+            totals, data_s, samples = self.step()
+            self._say_step(totals, data_s, samples)
+            is_last = self.progress.step >= self.total_steps or totals.is_stop_wanted
+            if is_last or self._is_due(self.config.engine.eval_every_steps):
+                self.evaluate()
+            if is_last or self._is_due(self.config.engine.checkpoint_every_steps):
+                self.save()
+            if totals.is_stop_wanted:
+                break
+        self.log.write("end", step=self.progress.step)
+        return self.progress.step >= self.total_steps
+
+    def step(self) -> tuple[StepTotals, float, int]:
+        """One update from one global batch.
+
+        Returns:
+            Totals over all workers, this worker's seconds of waiting for data, and its samples.
+        """
+        engine = self.config.engine
+        batch, after = self.sampler.batch(self.progress.sampler)
+        own = own_part(batch, self.local_batch_sizes, self.placement.rank)
+        size = engine.micro_batch_size or max(1, len(own))
+        pieces = [own[start : start + size] for start in range(0, len(own), size)]
+        if self.config.sync.batch_norm == "synchronized":
+            # Every worker takes part in every batch statistic, so all need equally many micro-steps.
+            largest = max(self.local_batch_sizes)
+            wanted = -(-largest // (engine.micro_batch_size or largest))
+            pieces += [own[:0]] * (wanted - len(pieces))
+        self.strategy.begin_step(len(own), len(pieces), is_stop_wanted=self.is_stop_wanted())
+        began_at = time.perf_counter()
+        data_s = 0.0
+        self.model.train()
+        for piece in pieces:
+            inputs, targets, waited_s = self._fetch(self.data.train, piece)
+            data_s += waited_s
+            losses, accuracies = self.data.losses(self.model(inputs), targets)
+            if engine.step_padding_s:
+                time.sleep(max(0.0, began_at + engine.step_padding_s - time.perf_counter()))
+            self.strategy.backward(losses, accuracies)
+        peak = self.config.optimizer.learning_rate
+        rate = learning_rate_at(self.config.schedule, peak, self.progress.step + 1, self.total_steps)
+        totals = self.strategy.end_step(rate)
+        self.progress = Progress(self.progress.step + 1, self.progress.samples + totals.num_samples, after)
+        return totals, data_s, len(own)
+
+    def _fetch(self, samples: Samples, indices: "range | object") -> tuple[Tensor, Tensor, float]:
+        began_at = time.perf_counter()
+        inputs, targets = self._to_device(samples.batch(indices))  # type: ignore[arg-type]
+        return inputs, targets, time.perf_counter() - began_at
+
+    def _to_device(self, batch: Batch) -> Batch:
+        inputs, targets = batch
+        dtype = self.dtype if inputs.is_floating_point() else None
+        return (
+            inputs.to(self.device, dtype, non_blocking=True),
+            targets.to(self.device, non_blocking=True),
+        )
+
+    @torch.no_grad()
+    def evaluate(self) -> dict[str, float]:
+        """Loss and accuracy on the held-out samples, each counted once, over all workers."""
+        self.strategy.merge_buffers()
+        self.model.eval()
+        own = even_extent(len(self.data.val), self.comm.rank, self.comm.world_size)
+        sums = torch.zeros(3, dtype=torch.float64, device=self.device)
+        size = self.config.engine.micro_batch_size or 256
+        for start in range(0, len(own), size):
+            inputs, targets, _ = self._fetch(self.data.val, own[start : start + size])
+            losses, accuracies = self.data.losses(self.model(inputs), targets)
+            sums += torch.stack([losses.sum().double(), accuracies.sum().double(), sums.new_tensor(len(targets))])
+        self.comm.all_reduce_(sums).wait()
+        loss_sum, accuracy_sum, count = sums.tolist()
+        values = {"val/loss": loss_sum / count, "val/accuracy": accuracy_sum / count}
+        if self.comm.rank == 0:
+            self.log.write("eval", **self._position(), values=values)
+        return values
+
+    def save(self) -> None:
+        """Write a checkpoint of everything that decides how the run goes on."""
+        self.strategy.merge_buffers()
+        streams = self.comm.gather(random_state.capture().to(self.device))
+        if self.comm.rank != 0:
+            return
+        began_at = time.perf_counter()
+        path = self.folder.checkpoint_file(self.progress.step)
+        size_bytes = checkpoint.write_checkpoint(
+            path,
+            {
+                "step": self.progress.step,
+                "samples": self.progress.samples,
+                "sampler": self.progress.sampler.to_dict(),
+                "model": self.model.state_dict(),
+                "strategy": self.strategy.state_dict(),
+                "random": [stream.cpu() for stream in streams],
+            },
+        )
+        checkpoint.prune(self.folder, self.config.engine.keep_checkpoints)
+        save_s = round(time.perf_counter() - began_at, 6)
+        self.log.write(
+            "checkpoint", step=self.progress.step, file=path.name, size_bytes=size_bytes, save_s=save_s
+        )
+
+    def _is_due(self, every_steps: int | None) -> bool:
+        if every_steps is None:
+            return self.progress.sampler.cursor == 0
+        return self.progress.step % every_steps == 0
+
+    def _position(self) -> dict[str, float]:
+        epoch = self.progress.sampler.epoch + self.progress.sampler.cursor / self.sampler.num_samples
+        return {"step": self.progress.step, "epoch": round(epoch, 6), "samples": self.progress.samples}
+
+    def _say_start(self) -> None:
+        place = self.placement
+        self.log.write(
+            "start",
+            rank=place.rank,
+            node=place.node,
+            local_rank=place.local_rank,
+            world_size=place.world_size,
+            device=str(self.device),
+            num_params=sum(parameter.numel() for parameter in self.model.parameters()),
+            local_batch_size=self.local_batch_sizes[place.rank],
+            total_steps=self.total_steps,
+            start_step=self.progress.step,
+        )
+
+    def _say_step(self, totals: StepTotals, data_s: float, samples: int) -> None:
+        step_s = time.perf_counter() - self._step_began_at
+        slowest_s = max(totals.busy_s)
+        # The slowest worker never waits; what others spend beyond waiting for it is communication.
+        wait_s = min(totals.exposed_s, slowest_s - totals.busy_s[self.comm.rank])
+        parts = {
+            "data": data_s,
+            "compute": max(0.0, step_s - data_s - totals.exposed_s),
+            "communicate": totals.exposed_s - wait_s,
+            "wait": wait_s,
+        }
+        self.log.write(
+            "step",
+            step=self.progress.step,
+            samples=samples,
+            step_s=round(step_s, 7),
+            **{f"{name}_s": round(seconds, 7) for name, seconds in parts.items()},
+        )
+        if self.comm.rank == 0:
+            mean_wait_s = min(totals.exposed_s, slowest_s - sum(totals.busy_s) / len(totals.busy_s))
+            parts["compute"] += parts["wait"] - mean_wait_s
+            parts["wait"] = mean_wait_s
+            self._say_metrics(totals, step_s, parts)
+
+    def _say_metrics(self, totals: StepTotals, step_s: float, parts: dict[str, float]) -> None:
+        peak = self.config.optimizer.learning_rate
+        self.log.write(
+            "metrics",
+            **self._position(),
+            values={
+                "train/loss": totals.loss_sum / totals.num_samples,
+                "train/accuracy": totals.accuracy_sum / totals.num_samples,
+                "optim/learning_rate": learning_rate_at(
+                    self.config.schedule, peak, self.progress.step, self.total_steps
+                ),
+                "perf/samples_per_s": totals.num_samples / step_s,
+                "perf/step_ms": 1e3 * step_s,
+                **{f"perf/{name}_ms": 1e3 * seconds for name, seconds in parts.items()},
+            },
+        )

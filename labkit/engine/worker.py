@@ -1,0 +1,212 @@
+"""What a worker process does: join the others, train, and say truthfully how it ended."""
+
+import ctypes
+import json
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from labkit.cluster.placement import Placement, placements
+from labkit.comm import PeerError, Rendezvous, join
+from labkit.config import EngineConfig
+from labkit.engine.events import EventLog
+from labkit.engine.train import Trainer
+from labkit.errors import ConfigError
+from labkit.runfolder import RunFolder, write_atomically
+
+_PR_SET_PDEATHSIG = 1
+EXIT_STOPPED = 143
+
+
+@dataclass(frozen=True)
+class WorkerTask:
+    """All that a worker needs to know beside its run folder.
+
+    Attributes:
+        folder: The run folder.
+        rank: Global rank.
+        rendezvous: Where workers meet.
+        attempt: 1, and one more after every resume or restart.
+        is_resume: Go on from the newest checkpoint.
+        import_paths: Folders of the user's own modules.
+    """
+
+    folder: str
+    rank: int
+    rendezvous: Rendezvous
+    attempt: int
+    is_resume: bool
+    import_paths: tuple[str, ...] = ()
+
+
+def die_with_parent(parent_pid: int) -> None:
+    """Have the kernel kill this process when its parent dies, however it dies (Linux)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent_pid:  # it died before the call
+        os._exit(1)
+
+
+def redirect_output(folder: RunFolder, rank: int) -> None:
+    """Send stdout and stderr of this process to its log files."""
+    for path, stream in zip(folder.log_files(rank), (sys.stdout, sys.stderr), strict=True):
+        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        stream.flush()
+        os.dup2(handle, 1 if stream is sys.stdout else 2)
+        os.close(handle)
+    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+
+
+def run_worker(task: WorkerTask) -> int:
+    """Run one worker to its end.
+
+    Returns:
+        Exit code: 0 trained to the end or stopped because another worker wanted to, 143 stopped by a
+        signal of its own, 2 bad input, 1 any other fault. Faults leave `errors/rankNNNN.json`.
+    """
+    folder = RunFolder(task.folder)
+    stop = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: stop.set())
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the supervisor, which decides
+    keep_alive(folder.alive_file(task.rank))
+    sys.path[:0] = [path for path in task.import_paths if path not in sys.path]
+    try:
+        _train(folder, task, stop)
+    except BaseException as error:  # noqa: BLE001 - every end of a worker is recorded
+        _record(folder, task, error)
+        return error.exit_code if isinstance(error, ConfigError) else 1
+    return EXIT_STOPPED if stop.is_set() else 0
+
+
+def _train(folder: RunFolder, task: WorkerTask, stop: threading.Event) -> None:
+    config = folder.read_config()
+    placement = placements(config.cluster)[task.rank]
+    device = choose_device(placement)
+    torch.set_num_threads(_num_threads(config.engine, placement))
+    log = EventLog(folder.events_file(task.rank), task.attempt)
+    comm = join(
+        task.rendezvous,
+        rank=task.rank,
+        world_size=placement.world_size,
+        device_type=device.type,
+        start_timeout_s=config.launch.start_timeout_s,
+        comm_timeout_s=config.launch.comm_timeout_s,
+    )
+    try:
+        trainer = Trainer(
+            config, placement, comm, log, folder, device=device, is_stop_wanted=stop.is_set
+        )
+        if task.is_resume:
+            trainer.resume()
+        trainer.train()
+        comm.barrier()  # nobody leaves while another still needs it
+    finally:
+        comm.close()
+        log.close()
+
+
+def choose_device(placement: Placement) -> torch.device:
+    """The device of a worker. `auto` is a GPU of its own when the node has enough, else the CPU.
+
+    Raises:
+        ConfigError: the named device is not there.
+    """
+    name = placement.device
+    num_gpus = torch.cuda.device_count()
+    if name == "auto":
+        name = f"cuda:{placement.local_rank}" if num_gpus >= placement.local_world_size else "cpu"
+    elif name == "cuda":
+        name = f"cuda:{placement.local_rank}"
+    device = torch.device(name)
+    if device.type == "cuda":
+        if (device.index or 0) >= num_gpus:
+            raise ConfigError(
+                f"device of worker {placement.rank} must be one of this node's {num_gpus} GPUs, got "
+                f"{name!r}. Use device: cpu, or fewer workers on {placement.node}."
+            )
+        torch.cuda.set_device(device)
+    return device
+
+
+def _num_threads(engine: EngineConfig, placement: Placement) -> int:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return engine.num_threads or max(1, cores // placement.local_world_size)
+
+
+def keep_alive(path: Path, interval_s: float = 1.0) -> None:
+    """Touch a file once a second for as long as this process can run at all (a stopped one can't)."""
+
+    def beat() -> None:
+        while True:
+            try:
+                path.touch()
+            except OSError:
+                pass  # a full disk is not death; the supervisor sees the age
+            time.sleep(interval_s)
+
+    path.touch()
+    threading.Thread(target=beat, name="labkit-alive", daemon=True).start()
+
+
+def _record(folder: RunFolder, task: WorkerTask, error: BaseException) -> None:
+    text = "".join(traceback.format_exception(error))
+    print(text, file=sys.stderr, flush=True)
+    message = str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
+    content = {
+        "t": time.time(),
+        "rank": task.rank,
+        "attempt": task.attempt,
+        "message": message.splitlines()[0] if message else type(error).__name__,
+        "traceback": text,
+        "is_peer_failure": isinstance(error, PeerError),
+        "is_config_error": isinstance(error, ConfigError),
+    }
+    try:
+        write_atomically(folder.error_file(task.rank), json.dumps(content, indent=1))
+    except OSError as fault:
+        print(f"the error file could not be written: {fault}", file=sys.stderr, flush=True)
+
+
+def main() -> None:
+    """Entry of a worker that the elastic agent started: `python -m labkit.engine.worker`."""
+    die_with_parent(os.getppid())
+    node_index = int(os.environ["LABKIT_NODE_INDEX"])
+    local_rank = int(os.environ["LOCAL_RANK"])
+    folder = RunFolder(os.environ["LABKIT_RUN"])
+    config = folder.read_config()
+    rank = next(
+        place.rank
+        for place in placements(config.cluster)
+        if (place.node_index, place.local_rank) == (node_index, local_rank)
+    )
+    redirect_output(folder, rank)
+    restart = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    task = WorkerTask(
+        folder=str(folder.path),
+        rank=rank,
+        # A new rendezvous round has a new port, the same on all nodes, though restarts are counted per node.
+        rendezvous=Rendezvous(
+            os.environ["LABKIT_STORE_HOST"],
+            int(os.environ["LABKIT_STORE_PORT"]),
+            f"{os.environ['LABKIT_GENERATION']}/{os.environ['MASTER_PORT']}",
+        ),
+        attempt=int(os.environ["LABKIT_ATTEMPT"]),
+        is_resume=os.environ["LABKIT_IS_RESUME"] == "1" or restart > 0,
+        import_paths=tuple(filter(None, os.environ.get("LABKIT_IMPORT_PATHS", "").split(os.pathsep))),
+    )
+    code = run_worker(task)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,92 @@
+"""Show figures, tables and runs in a notebook: live for a person, small and still in a batch."""
+
+import json
+import os
+from typing import Any
+
+import plotly.graph_objects as go
+from IPython.core.getipython import get_ipython
+from IPython.display import display
+
+from labkit.lab import figures, tables
+from labkit.lab.progress import wait_with_lines
+from labkit.lab.series import read_series
+from labkit.lab.tables import Table
+
+PLOTLY_MIME = "application/vnd.plotly.v1+json"
+
+_TABLE_STYLE = "<style>.labkit-table td, .labkit-table th {text-align: right; padding: 2px 10px}</style>"
+
+
+def is_interactive() -> bool:
+    """A person sits in front of this notebook.
+
+    False in a script, with `LABKIT_BATCH=1` in the environment, and where papermill, nbconvert or
+    another nbclient executes the notebook: these tell the kernel that nobody can answer `input()`.
+    """
+    if os.environ.get("LABKIT_BATCH", "0") not in ("", "0"):
+        return False
+    kernel = getattr(get_ipython(), "kernel", None)  # type: ignore[no-untyped-call]
+    return kernel is not None and bool(getattr(kernel, "_allow_stdin", False))
+
+
+def show(thing: Any, table: Table | None = None) -> None:
+    """Show a run, a figure, a form or a dashboard under the cell.
+
+    A run is shown by a dashboard that moves while it trains; in a batch by a plain line every few
+    seconds until it has ended, and then by its figure. A figure is shown as plotly's JSON alone
+    (some kB), never as a widget, which costs 4.8 MB each in the saved notebook.
+
+    Args:
+        thing: A run's handle, a plotly figure, or anything that knows how to display itself.
+        table: What the figure shows, in text, to unfold below it.
+    """
+    if isinstance(thing, go.Figure):
+        _show_figure(thing)
+    elif hasattr(thing, "folder") and hasattr(thing, "status"):
+        _show_run(thing)
+    else:
+        display(thing)  # type: ignore[no-untyped-call]
+    if table is not None:
+        _show_table(table)
+
+
+def figure_bundle(figure: go.Figure) -> dict[str, Any]:
+    """A figure as a notebook output: plotly's JSON, and its title for readers without plotly."""
+    content = json.loads(figure.to_json() or "{}")
+    content["config"] = {"displaylogo": False, "responsive": True}
+    return {PLOTLY_MIME: content, "text/plain": _title_of(content)}
+
+
+def _title_of(content: dict[str, Any]) -> str:
+    layout = content.get("layout", {})
+    title = layout.get("title", {}).get("text") or "; ".join(
+        note.get("text", "") for note in layout.get("annotations", [])
+    )
+    for tag in ("<b>", "</b>"):
+        title = title.replace(tag, "")
+    return f"[figure] {title.split('<br>')[0]}"
+
+
+def _show_figure(figure: go.Figure) -> None:
+    display(figure_bundle(figure), raw=True)  # type: ignore[no-untyped-call]
+
+
+def _show_table(table: Table) -> None:
+    html = (
+        f"{_TABLE_STYLE}<details class='labkit-table'><summary>The same as a table</summary>"
+        f"{table.to_html()}</details>"
+    )
+    display({"text/html": html, "text/plain": str(table)}, raw=True)  # type: ignore[no-untyped-call]
+
+
+def _show_run(run: Any) -> None:
+    if is_interactive():
+        from labkit.lab.widgets.dashboard import Dashboard
+
+        display(Dashboard(run))  # type: ignore[no-untyped-call]
+        return
+    wait_with_lines(run)
+    series = read_series(run)
+    _show_figure(figures.overview(series))
+    _show_table(tables.overview(series))

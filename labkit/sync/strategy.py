@@ -1,0 +1,67 @@
+"""What every way of synchronising has in common: one update per global batch."""
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class StepTotals:
+    """What one step was, over all workers.
+
+    Attributes:
+        num_samples: Samples of the global batch.
+        loss_sum: Sum of the samples' losses.
+        accuracy_sum: Sum of the samples' accuracies.
+        busy_s: Seconds that each worker worked before it waited for others; shape (W,).
+        exposed_s: Seconds that this worker spent synchronising after its own work was done.
+        is_stop_wanted: A worker wants all of them to stop after this step.
+    """
+
+    num_samples: int
+    loss_sum: float
+    accuracy_sum: float
+    busy_s: tuple[float, ...]
+    exposed_s: float
+    is_stop_wanted: bool
+
+
+class Strategy(Protocol):
+    """Synchronises gradients and updates the model. It owns the optimizer.
+
+    A step is `begin_step`, then `backward` once per micro-step (never, for a worker without samples),
+    then `end_step`. All workers call `end_step` equally often.
+    """
+
+    def begin_step(self, num_samples: int, num_micro_steps: int, *, is_stop_wanted: bool = False) -> None:
+        """Start a step in which this worker contributes `num_samples` samples."""
+        ...
+
+    def backward(self, losses: Tensor, accuracies: Tensor) -> None:
+        """Back-propagate the sum of one micro-step's losses; shapes (b,), (b,)."""
+        ...
+
+    def end_step(self, learning_rate: float) -> StepTotals:
+        """Finish synchronising and update the model.
+
+        Raises:
+            PeerError: another worker is gone.
+        """
+        ...
+
+    def merge_buffers(self) -> None:
+        """Make running statistics agree on all workers, before evaluation and checkpoints."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint must hold beside the model."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a checkpoint."""
+        ...
+
+    def close(self) -> None:
+        """Let go of hooks and buffers."""
+        ...
