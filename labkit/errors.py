@@ -8,6 +8,11 @@ class LabkitError(Exception):
     """A fault that labkit explains in one line: what is wrong and what to do about it."""
 
     exit_code = 1
+    detail = ""
+
+    def _render_traceback_(self) -> list[str]:
+        """What IPython shows instead of labkit's own stack: the fault, then its detail."""
+        return [f"{type(self).__name__}: {self}", *([self.detail] if self.detail else [])]
 
 
 class ConfigError(LabkitError):
@@ -17,11 +22,12 @@ class ConfigError(LabkitError):
 
 
 class RunFailed(LabkitError):
-    """A run ended in a state other than `finished`."""
+    """A run ended in a state other than `finished`; `detail` holds the root cause's traceback."""
 
-    def __init__(self, message: str, exit_code: int = 1) -> None:
+    def __init__(self, message: str, exit_code: int = 1, detail: str = "") -> None:
         super().__init__(message)
         self.exit_code = exit_code
+        self.detail = detail
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

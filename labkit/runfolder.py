@@ -12,7 +12,9 @@
       logs/rankNNNN.out|err, supervisor.log, tracker.log
       checkpoints/stepNNNNNNNN.pt
       result.json     final figures                                   written by the supervisor
-      notebook.ipynb  the executed notebook, where one started the run
+      verdict.json    what the notebook concluded                     written by the notebook
+      report.html     figures and tables of the run, self-contained   written by the notebook
+      notebook.ipynb  the executed notebook, where one started the run, and notebook.html, the same to read
       STOP            asks the supervisor to stop; works when nothing else answers
       .status.lock    held while status.json passes to a new owner
       .tracking.lock  held by the tracker as long as it lives
@@ -194,7 +196,10 @@ class RunFolder:
     status_file = property(lambda self: self.path / "status.json")
     tracking_file = property(lambda self: self.path / "tracking.json")
     result_file = property(lambda self: self.path / "result.json")
+    verdict_file = property(lambda self: self.path / "verdict.json")
+    report_file = property(lambda self: self.path / "report.html")
     notebook_file = property(lambda self: self.path / "notebook.ipynb")
+    notebook_html_file = property(lambda self: self.path / "notebook.html")
     stop_file = property(lambda self: self.path / "STOP")
     events_dir = property(lambda self: self.path / "events")
     alive_dir = property(lambda self: self.path / "alive")

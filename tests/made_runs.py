@@ -15,7 +15,9 @@ PARTS_S = {"data_s": 0.001, "compute_s": 0.010, "communicate_s": 0.004, "wait_s"
 class MadeRun:
     """A run whose events the test writes, step by step."""
 
-    def __init__(self, root: Path, cluster: str = "2x2", key: str = "made000000", total_steps: int = 100) -> None:
+    def __init__(
+        self, root: Path, cluster: str = "2x2", key: str = "made000000", total_steps: int = 100
+    ) -> None:
         self.config: ExperimentConfig = from_overrides([f"cluster={cluster}", "name=made"])
         self.folder = RunFolder(root / "made" / key)
         self.folder.create(self.config)
@@ -32,8 +34,14 @@ class MadeRun:
         for rank, (node, local_rank) in enumerate(self._places()):
             self._logs[rank] = EventLog(self.folder.events_file(rank), self.attempt)
             self._logs[rank].write(
-                "start", rank=rank, node=node, local_rank=local_rank, world_size=self.config.cluster.num_workers,
-                total_steps=self.total_steps, start_step=start_step, local_batch_size=16,
+                "start",
+                rank=rank,
+                node=node,
+                local_rank=local_rank,
+                world_size=self.config.cluster.num_workers,
+                total_steps=self.total_steps,
+                start_step=start_step,
+                local_batch_size=16,
             )
             records.append(WorkerRecord(rank=rank, node=node, local_rank=local_rank))
         self.set_state(RunState.RUNNING, workers=tuple(records), attempt=self.attempt)
@@ -50,8 +58,11 @@ class MadeRun:
             log.write("step", step=step, samples=16, step_s=sum(parts.values()), **parts)
         loss = 2.3 * math.exp(-step / 30) if loss is None else loss
         values = {
-            "train/loss": loss, "train/accuracy": 1 - math.exp(-step / 30), "optim/learning_rate": 0.1,
-            "perf/samples_per_s": 64 / sum(PARTS_S.values()), "perf/step_ms": 17.0 * scale,
+            "train/loss": loss,
+            "train/accuracy": 1 - math.exp(-step / 30),
+            "optim/learning_rate": 0.1,
+            "perf/samples_per_s": 64 / sum(PARTS_S.values()),
+            "perf/step_ms": 17.0 * scale,
             **{f"perf/{name.removesuffix('_s')}_ms": 1e3 * value * scale for name, value in PARTS_S.items()},
         }
         self._logs[0].write("metrics", step=step, epoch=0, samples=64 * step, values=values)
@@ -82,8 +93,10 @@ class MadeRun:
         """The run fails at one worker."""
         text = 'Traceback (most recent call last):\n  File "model.py", line 3\nValueError: odd shape'
         self.folder.log_files(rank)[1].write_text("warming up\nodd shape ahead\n")
-        error = RunError(message=f"worker {rank} on node1: ValueError: odd shape", rank=rank, node="node1", traceback=text)
-        self.set_state(RunState.FAILED, error=error)
+        message = f"worker {rank} on node1 failed: ValueError: odd shape"
+        self.set_state(
+            RunState.FAILED, error=RunError(message=message, rank=rank, node="node1", traceback=text)
+        )
 
     def beat(self) -> None:
         """The supervisor's heartbeat."""

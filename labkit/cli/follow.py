@@ -2,7 +2,6 @@
 
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,62 +12,69 @@ import click
 from labkit.cli.output import is_terminal
 from labkit.lab.progress import Progress, WatchedRun, progress_line, progress_of
 from labkit.lab.series import SeriesReader
-from labkit.runfolder import RunStatus
+from labkit.launch.reap import end_leftover_workers
+from labkit.runfolder import RunFolder, RunStatus
 
-_POLL_S = 0.2
 _LINE_EVERY_S = 5.0
 
 
-class StoppableRun(WatchedRun, Protocol):
+class FollowedRun(WatchedRun, Protocol):
     """The part of a run's handle that following it needs."""
 
-    def stop(self, timeout_s: float = ...) -> RunStatus:
-        """End it; kill what has not ended after `timeout_s`."""
+    def wait(
+        self, timeout_s: float | None = ..., *, on_poll: Callable[[RunStatus], None] | None = ...
+    ) -> RunStatus:
+        """Wait until the run is over; call `on_poll` about ten times a second."""
         ...
 
 
-def follow(run: StoppableRun, *, is_ours: bool) -> RunStatus:
-    """Show a run's progress on stderr until it has ended.
+def follow(run: FollowedRun, *, is_ours: bool) -> RunStatus:
+    """Show a run's progress on stderr until it has ended and MLflow knows it.
 
     Args:
         run: The run.
-        is_ours: The first Ctrl-C asks the run to stop and waits for it, a second one kills it.
-            Otherwise Ctrl-C ends the following and the run goes on.
+        is_ours: The first Ctrl-C asks the run to stop and waits for it, a second one kills its
+            workers. Otherwise Ctrl-C ends the following and the run goes on.
 
     Returns:
         The final status.
 
     Raises:
-        KeyboardInterrupt: Ctrl-C on a run that is not ours.
+        KeyboardInterrupt: Ctrl-C on a run that is not ours, or that has ended already.
     """
     reader = SeriesReader(run.folder)
     with _Interrupts() as interrupts, _display() as display:
-        while not (status := run.status()).state.is_final:
+
+        def on_poll(status: RunStatus) -> None:
             reader.update()
             display.show(progress_of(reader.series))
-            if interrupts.wait(_POLL_S):
-                _interrupt(run, display, interrupts.count, is_ours)
-        return status
+            if interrupts.take():
+                _interrupt(run.folder, status, display, interrupts.count if is_ours else 0)
+
+        return run.wait(on_poll=on_poll)
 
 
-def _interrupt(run: StoppableRun, display: "_Display", count: int, is_ours: bool) -> None:
-    if not is_ours:
-        display.say(f"Detached. The run goes on: labkit attach {run.folder.key}")
+def _interrupt(folder: RunFolder, status: RunStatus, display: "_Display", count: int) -> None:
+    """Act on the `count`th Ctrl-C, 0 for any on a run that is not ours."""
+    if status.state.is_final:
+        raise KeyboardInterrupt
+    if count == 0:
+        display.say(f"Detached. The run goes on: labkit attach {folder.key}")
         raise KeyboardInterrupt
     if count == 1:
         display.say("Stopping. Ctrl-C again kills the workers.")
-        run.folder.stop_file.touch()
+        folder.stop_file.touch()
     else:
         display.say("Killing.")
-        run.stop(timeout_s=0.0)
+        end_leftover_workers(folder, status)
 
 
 class _Interrupts:
-    """Counts Ctrl-C (and SIGTERM) instead of raising wherever the program happens to be."""
+    """Counts Ctrl-C and SIGTERM, so that they act at the next poll and not in the middle of anything."""
 
     def __init__(self) -> None:
         self.count = 0
-        self._came = threading.Event()
+        self._num_taken = 0
 
     def __enter__(self) -> "_Interrupts":
         numbers = (signal.SIGINT, signal.SIGTERM)
@@ -81,13 +87,12 @@ class _Interrupts:
 
     def _note(self, *_: object) -> None:
         self.count += 1
-        self._came.set()
 
-    def wait(self, timeout_s: float) -> bool:
-        """Wait a while; True when one came."""
-        came = self._came.wait(timeout_s)
-        self._came.clear()
-        return came
+    def take(self) -> bool:
+        """One has come since the last call."""
+        has_come = self.count > self._num_taken
+        self._num_taken = self.count
+        return has_come
 
 
 class _Display:

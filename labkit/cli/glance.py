@@ -7,10 +7,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from labkit.launch.reap import is_unresponsive
 from labkit.runfolder import RunFolder, RunState, RunStatus
-
-UNRESPONSIVE_AFTER_S = 10.0
-"""The supervisor writes a heartbeat once a second."""
 
 
 @dataclass(frozen=True)
@@ -22,7 +20,7 @@ class Glance:
         experiment: Name of the experiment.
         folder: Where it lies.
         state: State as `status.json` says it.
-        is_unresponsive: Its owner is alive by its process number but has shown no life for 10 s.
+        is_unresponsive: Its supervisor exists but has shown no life for a while.
         attempt: 1, and one more for each resume.
         step: Steps done.
         total_steps: Steps it will have.
@@ -59,13 +57,12 @@ def glance(folder: RunFolder, status: RunStatus) -> Glance:
     """
     now = time.time()
     start, metrics, evaluation = newest(folder.events_file(0), ("start", "metrics", "eval"))
-    is_silent = bool(status.heartbeat_at) and now - status.heartbeat_at > UNRESPONSIVE_AFTER_S
     return Glance(
         key=folder.key,
         experiment=folder.path.parent.name,
         folder=str(folder.path),
         state=status.state,
-        is_unresponsive=is_silent and not status.state.is_final,
+        is_unresponsive=is_unresponsive(status),
         attempt=status.attempt,
         step=int(metrics.get("step", start.get("start_step", 0))),
         total_steps=start.get("total_steps"),

@@ -1,17 +1,76 @@
-"""Verbs that look and start nothing: `config`, `schema`, `doctor`; and `bench`."""
+"""Verbs that look and start no run: `config`, `schema`, `doctor`, `bench`."""
+
+import sys
+from typing import Any
 
 import click
 
-from labkit.cli.experiment import experiment_options, read_experiment
+from labkit.cli.experiment import build_config, experiment_options, read_choice
 from labkit.cli.output import json_option, print_json, print_table
+from labkit.config import json_schema, to_yaml
+from labkit.errors import ConfigError
 
 
 @click.command()
 @experiment_options
 @json_option
-def config(is_json: bool, **choice: object) -> None:
-    """Print the resolved configuration as YAML and check it. Nothing is started.
+def config(is_json: bool, **words: Any) -> None:
+    """Check a configuration and print it whole, as YAML that loads back equal. Starts nothing.
 
     \b
     labkit config experiment.yaml engine.global_batch_size=128
     """
+    choice = read_choice(**words)
+    if choice.is_notebook:
+        raise ConfigError(f"what to print must be an experiment (.yaml), got the notebook {choice.target}.")
+    built = build_config(choice)
+    if is_json:
+        print_json(built.model_dump(mode="json"))
+    else:
+        click.echo(to_yaml(built), nl=False)
+
+
+@click.command()
+def schema() -> None:
+    """Print the JSON schema of an experiment: every setting with its type, range, default and meaning.
+
+    \b
+    labkit schema > experiment.schema.json
+    """
+    import json
+
+    click.echo(json.dumps(json_schema(), indent=2))
+
+
+@click.command()
+@json_option
+def doctor(is_json: bool) -> int:
+    """Check that everything is here that labkit needs, and say what to do about what is not.
+
+    \b
+    labkit doctor
+    """
+    from labkit.lab.doctor import Grade, diagnose
+
+    checks = diagnose()
+    if is_json:
+        print_json([check.as_dict() for check in checks])
+    else:
+        rows = [(str(check.grade), check.name, check.found, check.remedy) for check in checks]
+        print_table(("", "check", "found", "remedy"), rows)
+    return 1 if any(check.grade is Grade.FAIL for check in checks) else 0
+
+
+@click.command()
+@click.argument("name")
+@json_option
+def bench(name: str, is_json: bool) -> int:
+    """Measure one claim of the README and print a table: labkit bench overhead.
+
+    \b
+    labkit bench overhead --json
+    """
+    from labkit.bench import main
+
+    sys.stdout.flush()
+    return int(main(name, is_json=is_json) or 0)

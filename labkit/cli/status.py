@@ -9,6 +9,7 @@ import click
 
 from labkit.cli.glance import Glance, glance
 from labkit.cli.output import is_terminal, json_option, print_json, print_table, table
+from labkit.launch.reap import reap
 from labkit.runfolder import RunFolder, all_runs, find_run, runs_root
 
 _COLUMNS = ("run", "experiment", "state", "step", "loss", "val acc", "age")
@@ -36,10 +37,8 @@ def status(runs: tuple[str, ...], is_all: bool, is_watch: bool, is_json: bool) -
 
 
 def _look(runs: Sequence[str], is_all: bool) -> list[Glance]:
-    from labkit import launch
-
     folders = [find_run(text) for text in runs] if runs else _newest_runs(is_all)
-    return [glance(folder, launch.reap(folder)) for folder in folders]
+    return [glance(folder, reap(folder)) for folder in folders]
 
 
 def _newest_runs(is_all: bool) -> list[RunFolder]:

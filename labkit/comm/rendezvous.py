@@ -44,7 +44,16 @@ class StoreServer:
             ) from None
         self.host = host
         self.port: int = self._socket.getsockname()[1]
+        self._fd = self._socket.fileno()
         self._store: dist.TCPStore | None = None
+
+    def address(self, generation: str) -> Rendezvous:
+        """Where the workers of one generation meet."""
+        return Rendezvous(self.host, self.port, generation)
+
+    def fileno(self) -> int:
+        """The listening socket, which forked workers must close."""
+        return self._fd
 
     def open(self) -> None:
         """Begin to answer. Workers forked before this may connect already; they wait."""

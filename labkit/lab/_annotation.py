@@ -77,7 +77,7 @@ def _type(node: ast.expr) -> Any:
         if isinstance(node.value, str):
             return _type(ast.parse(node.value, mode="eval").body)
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitOr):
-        return typing.Union[_type(node.left), _type(node.right)]  # noqa: UP007 - built at run time
+        return _union(node.left, node.right)
     if isinstance(node, ast.Subscript):
         return _subscripted(_name(node.value), node.slice)
     name = _name(node)
@@ -100,9 +100,9 @@ def _subscripted(name: str, inside: ast.expr) -> Any:
     if name == "Literal":
         return typing.Literal[tuple(ast.literal_eval(part) for part in parts)]
     if name == "Optional" and len(parts) == 1:
-        return typing.Optional[_type(parts[0])]  # noqa: UP007 - built at run time
+        return _union(parts[0], ast.Constant(None))
     if name == "Union":
-        return typing.Union[tuple(_type(part) for part in parts)]  # noqa: UP007 - built at run time
+        return _union(*parts)
     if name in ("list", "List") and len(parts) == 1:
         return list[_type(parts[0])]  # type: ignore[misc]
     if name in ("dict", "Dict") and len(parts) == 2:
@@ -110,6 +110,10 @@ def _subscripted(name: str, inside: ast.expr) -> Any:
     if name in ("tuple", "Tuple"):
         return tuple[tuple(_item(part) for part in parts)]  # type: ignore[misc]
     raise _Unknown
+
+
+def _union(*parts: ast.expr) -> Any:
+    return typing.Union[tuple(_type(part) for part in parts)]  # noqa: UP007 - its members are known only now
 
 
 def _item(node: ast.expr) -> Any:

@@ -36,7 +36,12 @@ def overrides_of(config: ExperimentConfig) -> list[str]:
             pairs.update({f"{section}.{k}": v for k, v in value.items() if v != base[section][k]})
         elif value != base[section]:
             pairs[section] = value
-    return [f"{key}={_text(value)}" for key, value in pairs.items()]
+    return [override(key, value) for key, value in pairs.items()]
+
+
+def override(key: str, value: Any) -> str:
+    """`key=value`, with the value as YAML reads it back."""
+    return f"{key}={_text(value)}"
 
 
 def cluster_text(config: ExperimentConfig) -> str:
@@ -47,7 +52,6 @@ def cluster_text(config: ExperimentConfig) -> str:
 
 
 def _text(value: Any) -> str:
-    """A value as YAML reads it back."""
     if not isinstance(value, str):
         return json.dumps(value)
     try:

@@ -5,6 +5,7 @@ its own colour and pattern. So nothing is told by colour alone. Colours: Okabe a
 Universal Design, 2008, https://jfly.uni-koeln.de/color/.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -105,9 +106,7 @@ def workers(series: Series) -> go.Figure:
 
 def worker_heatmap(series: Series) -> go.Figure:
     """Time each worker was busy (computing, loading data), by step: a straggler is a bright row."""
-    figure = _figure(
-        "Busy time, by worker", f"computing and loading data, without step 1; {_extent(series)}"
-    )
+    figure = _figure("Busy time, by worker", f"computing and loading data, without step 1; {_extent(series)}")
     bounds = step_bounds(series, 100)
     _add(
         figure,
@@ -210,7 +209,7 @@ def _line_traces(line: Line, pen: _Pen, name: str, place: str) -> list[Any]:
 
 def _end_label(line: Line, pen: _Pen, name: str, place: str) -> Any:
     value = _newest(line)
-    at = [step for step, v in zip(reversed(line.steps), reversed(line.values), strict=True) if v is not None][:1]
+    at = [] if value is None else [line.steps[-1 - next(_finite_from_end(line))]]
     return go.Scatter(
         x=at,
         y=[value] if at else [],
@@ -316,7 +315,12 @@ def _extent(series: Series) -> str:
 
 def _newest(line: Line) -> float | None:
     """The newest value that is finite."""
-    return next((value for value in reversed(line.values) if value is not None), None)
+    return next((line.values[-1 - back] for back in _finite_from_end(line)), None)
+
+
+def _finite_from_end(line: Line) -> Iterator[int]:
+    """How far from the end the finite values stand, the last first."""
+    return (back for back, value in enumerate(reversed(line.values)) if value is not None)
 
 
 def _number(value: float) -> str:

@@ -2,11 +2,12 @@
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
+from labkit.lab.failure import failure_text
 from labkit.lab.series import Series, SeriesReader
-from labkit.runfolder import RunFolder, RunState, RunStatus
+from labkit.runfolder import RunFolder, RunStatus
 
 
 class WatchedRun(Protocol):
@@ -81,7 +82,7 @@ def progress_line(progress: Progress) -> str:
         parts.append(f"val accuracy {progress.val_accuracy:.3f}")
     if progress.samples_per_s is not None:
         parts.append(f"{progress.samples_per_s:.0f} samples/s")
-    if progress.eta_s is not None and progress.step != progress.total_steps:
+    if progress.eta_s is not None:
         parts.append(f"eta {clock_text(progress.eta_s)}")
     return " ".join(parts)
 
@@ -116,7 +117,8 @@ def wait_with_lines(
             write(progress_line(progress_of(reader.series)) if reader.series.step else "starting workers")
         time.sleep(poll_s)
     reader.update()
-    write(f"{status.state} at {progress_line(progress_of(reader.series))}")
-    if status.state is not RunState.FINISHED and status.error is not None:
-        write(f"cause: {status.error.message}")
+    end = replace(progress_of(reader.series), eta_s=None)
+    write(f"{status.state} at {progress_line(end)}")
+    if status.error is not None:
+        write(failure_text(run.folder, status))
     return status

@@ -72,9 +72,7 @@ class WorkerSeries:
         """Mean time it computed and loaded data in each stretch of steps, in milliseconds."""
         compute = stretch_means(self.times["compute_s"], bounds)
         data = stretch_means(self.times["data_s"], bounds)
-        return [
-            None if c is None else 1e3 * (c + (d or 0.0)) for c, d in zip(compute, data, strict=True)
-        ]
+        return [None if c is None else 1e3 * (c + (d or 0.0)) for c, d in zip(compute, data, strict=True)]
 
 
 @dataclass
@@ -228,7 +226,7 @@ def _extremes(values: Sequence[float | None], low: int, high: int) -> set[int]:
 
 
 def stretch_means(line: Line, bounds: Sequence[int]) -> list[float | None]:
-    """Mean of the finite values in each stretch of steps [bounds[i], bounds[i+1]); None where there is none."""
+    """Mean of the finite values in each stretch of steps [bounds[i], bounds[i+1]); None where none is."""
     means: list[float | None] = []
     for low, high in zip(bounds, bounds[1:], strict=False):
         first, end = bisect_left(line.steps, low), bisect_left(line.steps, high)

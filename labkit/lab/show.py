@@ -26,7 +26,7 @@ def is_interactive() -> bool:
     """
     if os.environ.get("LABKIT_BATCH", "0") not in ("", "0"):
         return False
-    kernel = getattr(get_ipython(), "kernel", None)  # type: ignore[no-untyped-call]
+    kernel = getattr(get_ipython(), "kernel", None)
     return kernel is not None and bool(getattr(kernel, "_allow_stdin", False))
 
 

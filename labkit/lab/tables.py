@@ -28,7 +28,7 @@ class Table:
     def __str__(self) -> str:
         rows = [self.columns, *([_text(cell) for cell in row] for row in self.rows)]
         widths = [max(len(row[i]) for row in rows) for i in range(len(self.columns))]
-        lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+        lines = ["  ".join(map(str.rjust, row, widths)) for row in rows]
         return "\n".join([self.title, *lines])
 
     def _repr_html_(self) -> str:
@@ -105,7 +105,8 @@ def worker_heatmap(series: Series) -> Table:
     bounds = step_bounds(series, 6)
     rows = [(worker.label, *worker.busy_ms(bounds)) for _, worker in sorted(series.workers.items())]
     names = tuple(f"steps {name}" for name in _stretch_names(bounds))
-    return Table("Busy time (ms): computing and loading data, mean over steps", ("worker", *names), tuple(rows))
+    title = "Busy time (ms): computing and loading data, mean over steps"
+    return Table(title, ("worker", *names), tuple(rows))
 
 
 def overview(series: Series) -> Table:
@@ -120,7 +121,8 @@ def _learning(series: Series, name: str) -> Table:
     bounds = [1 + (end - 1) * index // count for index in range(count + 1)] if count else []
     columns = [stretch_means(series.line(f"{kind}/{name}"), bounds) for kind in ("train", "val")]
     rows = zip(_stretch_names(bounds), *columns, strict=True)
-    return Table(f"{name.capitalize()}: mean over steps", ("steps", f"train {name}", f"val {name}"), tuple(rows))
+    columns_named = ("steps", f"train {name}", f"val {name}")
+    return Table(f"{name.capitalize()}: mean over steps", columns_named, tuple(rows))
 
 
 def _stretch_names(bounds: list[int]) -> list[str]:

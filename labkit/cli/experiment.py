@@ -1,0 +1,120 @@
+"""The words and options that say what to run, shared by the verbs that take an experiment."""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from labkit.config import ExperimentConfig, from_overrides, load, parse_yaml
+from labkit.errors import ConfigError
+
+_Verb = TypeVar("_Verb", bound=Callable[..., Any])
+
+_EXPERIMENT_SUFFIXES = (".yaml", ".yml", ".json")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What was asked for on the command line.
+
+    Attributes:
+        target: An experiment's or a notebook's file; none: the default experiment.
+        overrides: `key=value` texts, in the order in which they count.
+    """
+
+    target: Path | None
+    overrides: tuple[str, ...]
+
+    @property
+    def is_notebook(self) -> bool:
+        """The target is a notebook."""
+        return self.target is not None and self.target.suffix == ".ipynb"
+
+
+def experiment_options(verb: _Verb) -> _Verb:
+    """Give a verb the words and options that `read_choice` takes."""
+    decorators = (
+        click.argument("words", nargs=-1, metavar="[EXPERIMENT.yaml | NOTEBOOK.ipynb] [KEY=VALUE]..."),
+        click.option("-p", "parameters", multiple=True, metavar="KEY=VALUE", help="The same as KEY=VALUE."),
+        click.option("-f", "file", metavar="PARAMS.yaml", help="Set the values of a YAML file."),
+        click.option("--cluster", metavar="FILE|NxM", help="A cluster file, or N nodes of M workers."),
+        click.option("--name", help="Name of the experiment: its folder under runs/, and in MLflow."),
+        click.option("--timeout", "timeout_s", type=float, metavar="S", help="Longest life of the run."),
+    )
+    for decorate in reversed(decorators):
+        verb = decorate(verb)
+    return verb
+
+
+def read_choice(
+    words: Sequence[str],
+    parameters: Sequence[str] = (),
+    file: str | None = None,
+    cluster: str | None = None,
+    name: str | None = None,
+    timeout_s: float | None = None,
+) -> Choice:
+    """Sort the words of a command line. Later sources win: file, options, then `key=value`.
+
+    Raises:
+        ConfigError: two targets, a target of an unknown kind, or a file of values that is none.
+    """
+    targets = [word for word in words if "=" not in word or Path(word).is_file()]
+    if len(targets) > 1:
+        raise ConfigError(f"what to run must be one file, got {' and '.join(targets)}. Run them one by one.")
+    options = {"cluster": _absolute(cluster), "name": name, "launch.timeout_s": timeout_s}
+    given = {key: value for key, value in options.items() if value is not None}
+    rest = [word for word in words if word not in targets]
+    return Choice(
+        target=_checked(targets[0]) if targets else None,
+        overrides=(*_texts(_read_values(file)), *_texts(given), *parameters, *rest),
+    )
+
+
+def _absolute(cluster: str | None) -> str | None:
+    """A cluster file named on the command line is relative to where we are."""
+    is_file = cluster is not None and cluster.endswith((".yaml", ".yml"))
+    return str(Path(cluster).absolute()) if cluster is not None and is_file else cluster
+
+
+def _checked(target: str) -> Path:
+    path = Path(target)
+    if path.suffix not in (*_EXPERIMENT_SUFFIXES, ".ipynb"):
+        raise ConfigError(
+            f"what to run must be an experiment (.yaml) or a notebook (.ipynb), got {target!r}. "
+            "Settings are given as key=value."
+        )
+    if not path.is_file():
+        raise ConfigError(f"what to run must be an existing file, got {target}. Check the path.")
+    return path
+
+
+def _read_values(file: str | None) -> Mapping[str, Any]:
+    if file is None:
+        return {}
+    try:
+        values = parse_yaml(Path(file).read_text(encoding="utf-8"), file)
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"-f must be a readable file, got {file}: {reason}. Check the path.") from None
+    if not isinstance(values, Mapping):
+        raise ConfigError(f"{file} must hold a mapping of names to values, got {values!r}. See README.")
+    return values
+
+
+def _texts(values: Mapping[str, Any]) -> list[str]:
+    """`key=value` texts; JSON is YAML, so nothing changes its type on the way."""
+    return [f"{key}={json.dumps(value)}" for key, value in values.items()]
+
+
+def build_config(choice: Choice) -> ExperimentConfig:
+    """The experiment that was chosen.
+
+    Raises:
+        ConfigError: the file or a setting is wrong.
+    """
+    base = load(choice.target) if choice.target else ExperimentConfig()
+    return from_overrides(choice.overrides, base=base) if choice.overrides else base

@@ -1,0 +1,213 @@
+"""The tracker: a process beside each run that tells MLflow about it, and knows when its supervisor has died.
+
+Training writes files and never waits for MLflow. The tracker reads these files and sends them on; while MLflow
+is away, slow or locked it tries again, for as long as the run lives and a bounded time after that. What is left
+then, `sync` sends later. Nothing is sent twice and nothing is lost, whenever the tracker dies:
+`tracking.json` moves on after each batch, and a repeated batch is made of the same points.
+"""
+
+import os
+import select
+import signal
+import sys
+import threading
+import time
+from types import FrameType
+
+from filelock import FileLock, Timeout
+
+from labkit.errors import LabkitError
+from labkit.lab.tracking._collect import Collector
+from labkit.lab.tracking._run import MlflowRun, first_line
+from labkit.lab.tracking._system import SystemMetrics
+from labkit.launch.reap import reap
+from labkit.runfolder import RunFolder, RunStatus
+
+NICENESS = 10
+END_TIMEOUT_S = float(os.environ.get("LABKIT_TRACKER_END_TIMEOUT_S", "30"))
+"""How long the tracker goes on trying after the run has ended (seconds)."""
+
+_INTERVAL_S = 2.0
+_LOOK_S = 0.25
+_MAX_BACKOFF_S = 30.0
+_MAX_END_BACKOFF_S = 4.0
+_TERM_GRACE_S = 15.0
+_HANG_MARGIN_S = 10.0
+
+
+def say(text: str) -> None:
+    """One line into logs/tracker.log."""
+    print(time.strftime("%H:%M:%S"), text, flush=True)
+
+
+def tracking_lock(folder: RunFolder) -> FileLock:
+    """Held by the one process that sends this run to MLflow. The kernel frees it when that dies."""
+    return FileLock(folder.tracking_lock_file)
+
+
+class Watch:
+    """Sees the run's end, also when its supervisor is killed and MLflow hangs: a thread of its own."""
+
+    def __init__(self, folder: RunFolder) -> None:
+        self._folder = folder
+        self._is_over = threading.Event()
+        self._deadline: float | None = None
+        self._is_supervisor_gone = False
+
+    def start(self) -> None:
+        """Watch until the process ends."""
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the run; its end is for us
+        signal.signal(signal.SIGTERM, self._end_soon)
+        threading.Thread(target=self._watch, name="labkit-watch", daemon=True).start()
+
+    def wait(self, seconds: float) -> None:
+        """Sleep, but not past the run's end."""
+        self._is_over.wait(seconds)
+
+    def is_too_late(self) -> bool:
+        """The time to try is over."""
+        return self._deadline is not None and time.monotonic() > self._deadline
+
+    def is_over(self) -> bool:
+        """The run has reached a final state."""
+        return self._is_over.is_set()
+
+    def _end_soon(self, number: int, frame: FrameType | None) -> None:
+        self._limit(_TERM_GRACE_S)
+
+    def _limit(self, seconds: float) -> None:
+        at = time.monotonic() + seconds
+        self._deadline = at if self._deadline is None else min(self._deadline, at)
+
+    def _watch(self) -> None:
+        while True:
+            self._look_at_stdin()
+            status = reap(self._folder)
+            if status.state.is_final and not self._is_over.is_set():
+                self._limit(END_TIMEOUT_S)
+                self._is_over.set()
+            if self._deadline is not None and time.monotonic() > self._deadline + _HANG_MARGIN_S:
+                say("MLflow does not answer; `labkit sync` sends the rest later")
+                os._exit(1)
+
+    def _look_at_stdin(self) -> None:
+        """Wait a moment; an end of file means that the supervisor has gone."""
+        if self._is_supervisor_gone:
+            time.sleep(_LOOK_S)
+        elif select.select([0], [], [], _LOOK_S)[0] and not os.read(0, 4096):
+            self._is_supervisor_gone = True
+
+
+def track(folder: RunFolder) -> bool:
+    """Send a run to MLflow while it goes on.
+
+    Returns:
+        MLflow has all of it, its end included.
+    """
+    os.nice(NICENESS)
+    watch = Watch(folder)
+    watch.start()
+    try:
+        with tracking_lock(folder).acquire(timeout=END_TIMEOUT_S):
+            return _send_until_over(folder, watch)
+    except Timeout:
+        say("another tracker has this run")
+        return False
+
+
+def _send_until_over(folder: RunFolder, watch: Watch) -> bool:
+    sender = Sender(folder)
+    num_faults = 0
+    while True:
+        try:
+            if sender.send(reap(folder)):
+                return True
+            num_faults = 0
+        except Exception as fault:
+            num_faults += 1
+            sender.close()
+            say(f"try {num_faults}: {first_line(fault)}")
+        if watch.is_too_late():
+            sender.close()
+            say("not all is in MLflow; `labkit sync` sends the rest later")
+            return False
+        _pause(watch, num_faults)
+
+
+def _pause(watch: Watch, num_faults: int) -> None:
+    if not watch.is_over():
+        watch.wait(min(2.0**num_faults, _MAX_BACKOFF_S) if num_faults else _INTERVAL_S)
+    elif num_faults:
+        time.sleep(min(0.5 * 2.0**num_faults, _MAX_END_BACKOFF_S))
+
+
+class Sender:
+    """Sends whatever is new. After an exception it starts over from `tracking.json`.
+
+    Args:
+        folder: A run; the caller holds its tracking lock.
+        has_system_metrics: Measure this machine as well, as long as the run goes on.
+    """
+
+    def __init__(self, folder: RunFolder, has_system_metrics: bool = True) -> None:
+        self._folder = folder
+        self._collector = Collector(folder)
+        self._run: MlflowRun | None = None
+        self._system = SystemMetrics() if has_system_metrics else None
+
+    def send(self, status: RunStatus) -> bool:
+        """Send all that is there; if the run has ended, its end too, and return true."""
+        if self._run is None:
+            run = MlflowRun(self._folder)
+            run.open(status)
+            self._run = run
+        run = self._run
+        if self._system is not None and not status.state.is_final:
+            self._system.keep_running(run.uri, run.state.run_id, is_resumed=status.attempt > 1)
+        self._send_points(run, is_final=status.state.is_final)
+        if not status.state.is_final:
+            return False
+        self._stop_system_metrics()
+        run.end(status)
+        return True
+
+    def _send_points(self, run: MlflowRun, *, is_final: bool) -> None:
+        while True:
+            points, after = self._collector.next_batch(run.state, is_final=is_final)
+            run.send(points, after)
+            if not points:
+                return
+
+    def close(self) -> None:
+        """Forget the MLflow run; the next `send` looks for it again."""
+        self._run = None
+
+    def _stop_system_metrics(self) -> None:
+        if self._system is not None:
+            self._system.stop()
+            self._system = None
+
+
+def sync_now(folder: RunFolder, *, with_notebook_only: bool = False) -> None:
+    """Send what MLflow has not got yet, in this process. Imports MLflow.
+
+    Raises:
+        LabkitError: the run's own tracker is at it.
+    """
+    try:
+        with tracking_lock(folder).acquire(timeout=END_TIMEOUT_S + _HANG_MARGIN_S if with_notebook_only else 1.0):
+            if with_notebook_only:
+                run = MlflowRun(folder)
+                run.log_notebook()
+            else:
+                Sender(folder, has_system_metrics=False).send(reap(folder))
+    except Timeout:
+        raise LabkitError(
+            f"run {folder.key} must have ended to be sent again, but its tracker is still at it. Wait for it."
+        ) from None
+
+
+def main(arguments: list[str]) -> int:
+    """`RUN_DIR` tracks a run; `--sync RUN_DIR` and the others are the helpers of this package."""
+    ...
+    sys.exit(0)

@@ -1,0 +1,55 @@
+"""Why a run ended: the root cause among all that went wrong in its wake."""
+
+import signal
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from labkit.cluster.placement import Placement
+from labkit.launch.launcher import Exit
+from labkit.runfolder import RunError
+
+
+def root_cause(
+    exits: Sequence[Exit], errors: Mapping[int, Mapping[str, Any]], places: Sequence[Placement]
+) -> RunError:
+    """Find the worker that failed for a reason of its own.
+
+    When one worker dies, its peers fail a moment later because they can't reach it, and often report
+    first. So: a worker killed by a signal comes before one that raised, one that raised for itself
+    before one that was told to stop, and a failure for a peer's sake comes last.
+
+    Args:
+        exits: Ended workers with codes other than 0 that nobody asked to stop.
+        errors: Content of the error files, by rank.
+        places: Of all workers, by rank.
+    """
+    for end in sorted((e for e in exits if e.code < 0 and e.rank is not None), key=lambda e: e.rank or 0):
+        return _error(end.rank, places, _signal_text(-end.code), "")
+    own = [error for error in errors.values() if not error.get("is_peer_failure")]
+    for error in sorted(own, key=lambda e: float(e.get("t", 0))):
+        return _error(int(error["rank"]), places, str(error["message"]), str(error["traceback"]))
+    for end in exits:
+        if end.code == 143:
+            return _error(end.rank, places, "was ended by SIGTERM", "")
+    for error in sorted(errors.values(), key=lambda e: float(e.get("t", 0))):
+        return _error(int(error["rank"]), places, str(error["message"]), str(error["traceback"]))
+    for end in exits:
+        return _error(end.rank, places, f"ended with exit code {end.code}", "")
+    return RunError(message="the run ended without a reason; see the logs")
+
+
+def _signal_text(number: int) -> str:
+    try:
+        name = signal.Signals(number).name
+    except ValueError:
+        name = f"signal {number}"
+    hint = " (out of memory, or killed by hand)" if name == "SIGKILL" else ""
+    return f"was killed by {name}{hint}"
+
+
+def _error(rank: int | None, places: Sequence[Placement], what: str, traceback: str) -> RunError:
+    if rank is None:
+        return RunError(message=what, traceback=traceback)
+    node = places[rank].node
+    text = what if what.startswith(("was ", "ended ", "showed ")) else f"failed: {what}"
+    return RunError(message=f"worker {rank} on {node} {text}", rank=rank, node=node, traceback=traceback)
