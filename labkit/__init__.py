@@ -9,22 +9,46 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from labkit.config import ExperimentConfig, from_mapping, from_overrides, from_parameters, load
     from labkit.errors import ConfigError, LabkitError, RunFailed
+    from labkit.lab import figures, tables
+    from labkit.lab.command import as_command
+    from labkit.lab.failure import raise_if_failed
+    from labkit.lab.next_steps import next_steps
+    from labkit.lab.progress import wait_with_lines
+    from labkit.lab.report import record_verdict, write_report
+    from labkit.lab.series import read_series
+    from labkit.lab.show import is_interactive, show
+    from labkit.lab.stretches import time_shares
+    from labkit.lab.widgets.dashboard import Dashboard
+    from labkit.lab.widgets.form import Form
     from labkit.launch import Run, attach, resume, start, warm_up
     from labkit.runfolder import RunFolder, RunState, RunStatus, all_runs, find_run
 
 _HOME = {
     "labkit.config": ("ExperimentConfig", "from_mapping", "from_overrides", "from_parameters", "load"),
     "labkit.errors": ("ConfigError", "LabkitError", "RunFailed"),
+    "labkit.lab.command": ("as_command",),
+    "labkit.lab.failure": ("raise_if_failed",),
+    "labkit.lab.next_steps": ("next_steps",),
+    "labkit.lab.progress": ("wait_with_lines",),
+    "labkit.lab.report": ("record_verdict", "write_report"),
+    "labkit.lab.series": ("read_series",),
+    "labkit.lab.show": ("is_interactive", "show"),
+    "labkit.lab.stretches": ("time_shares",),
+    "labkit.lab.widgets.dashboard": ("Dashboard",),
+    "labkit.lab.widgets.form": ("Form",),
     "labkit.launch": ("Run", "attach", "resume", "start", "warm_up"),
     "labkit.runfolder": ("RunFolder", "RunState", "RunStatus", "all_runs", "find_run"),
 }
+_MODULES = {"figures": "labkit.lab.figures", "tables": "labkit.lab.tables"}
 _WHERE = {name: module for module, names in _HOME.items() for name in names}
 
 __version__ = "0.1.0"
-__all__ = [*_WHERE, "__version__"]
+__all__ = [*_WHERE, *_MODULES, "__version__"]
 
 
 def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return importlib.import_module(_MODULES[name])
     if name not in _WHERE:
         raise AttributeError(f"module 'labkit' has no attribute {name!r}")
     return getattr(importlib.import_module(_WHERE[name]), name)

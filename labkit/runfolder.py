@@ -1,23 +1,23 @@
 """The run folder: the one truth about a run. This module owns every file name in it.
 
-    runs/<experiment>/<run key>/
-      config.json     what was asked, as the workers read it          written by the launcher
-      code/           the user's own modules (notebook cells)         written by the launcher
-      env.json        versions, machine, git commit, command          written by the launcher
-      status.json     state machine, owner, error                     written by the supervisor alone
-      tracking.json   MLflow run id and how far each file was sent    written by the tracker alone
-      events/rankNNNN.jsonl   one JSON object a line                  written by each worker
-      alive/rankNNNN          touched once a second                   written by each worker
-      errors/rankNNNN.json    exception and traceback                 written by a worker that fails
-      logs/rankNNNN.out|err, supervisor.log, tracker.log
-      checkpoints/stepNNNNNNNN.pt
-      result.json     final figures                                   written by the supervisor
-      verdict.json    what the notebook concluded                     written by the notebook
-      report.html     figures and tables of the run, self-contained   written by the notebook
-      notebook.ipynb  the executed notebook, where one started the run, and notebook.html, the same to read
-      STOP            asks the supervisor to stop; works when nothing else answers
-      .status.lock    held while status.json passes to a new owner
-      .tracking.lock  held by the tracker as long as it lives
+runs/<experiment>/<run key>/
+  config.json     what was asked, as the workers read it          written by the launcher
+  code/           the user's own modules (notebook cells)         written by the launcher
+  env.json        versions, machine, git commit, command          written by the launcher
+  status.json     state machine, owner, error                     written by the supervisor alone
+  tracking.json   MLflow run id and how far each file was sent    written by the tracker alone
+  events/rankNNNN.jsonl   one JSON object a line                  written by each worker
+  alive/rankNNNN          touched once a second                   written by each worker
+  errors/rankNNNN.json    exception and traceback                 written by a worker that fails
+  logs/rankNNNN.out|err, supervisor.log, tracker.log
+  checkpoints/stepNNNNNNNN.pt
+  result.json     final figures                                   written by the supervisor
+  verdict.json    what the notebook concluded                     written by the notebook
+  report.html     figures and tables of the run, self-contained   written by the notebook
+  notebook.ipynb  the executed notebook, where one started the run, and notebook.html, the same to read
+  STOP            asks the supervisor to stop; works when nothing else answers
+  .status.lock    held while status.json passes to a new owner
+  .tracking.lock  held by the tracker as long as it lives
 """
 
 import enum

@@ -2,14 +2,19 @@
 
 import multiprocessing
 import os
+import pickle
 import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
+import torch
+
 from labkit.comm import Communicator, Rendezvous, StoreServer, join
 
+# OpenMP's threads do not survive a fork: neither this process nor its workers may have any.
+torch.set_num_threads(1)
 _CONTEXT = multiprocessing.get_context("fork")
 
 
@@ -25,9 +30,6 @@ def _child(
     rendezvous: Rendezvous,
     arguments: tuple[Any, ...],
 ) -> None:
-    import torch
-
-    torch.set_num_threads(1)
     try:
         comm = join(
             rendezvous,
@@ -39,10 +41,12 @@ def _child(
         )
         value = function(comm, *arguments)
         comm.barrier()
-        connection.send((True, value))
+        # Plain pickle copies tensors; torch's own way would share memory of a process about to end.
+        connection.send_bytes(pickle.dumps((True, value)))
         comm.close()
     except BaseException as error:  # noqa: BLE001 - reported to the parent
-        connection.send((False, ("PeerError" in type(error).__name__, traceback.format_exc())))
+        fault = ("PeerError" in type(error).__name__, traceback.format_exc())
+        connection.send_bytes(pickle.dumps((False, fault)))
     connection.close()
     os._exit(0)
 
@@ -92,7 +96,7 @@ def _collect(pipes: list[Connection], processes: list[Any], deadline: float) -> 
             faults.append((False, rank, "gave no answer in time"))
             continue
         try:
-            is_good, value = pipe.recv()
+            is_good, value = pickle.loads(pipe.recv_bytes())
         except EOFError:
             processes[rank].join(5)
             faults.append((False, rank, f"died with exit code {processes[rank].exitcode}"))

@@ -41,9 +41,10 @@ def app() -> None:
     """labkit: run, watch and compare distributed training experiments.
 
     \b
-    labkit run experiment.yaml optimizer.learning_rate=0.05
-    labkit run notebooks/00_quickstart.ipynb
-    labkit status
+    Examples:
+      labkit run experiment.yaml optimizer.learning_rate=0.05
+      labkit run notebooks/00_quickstart.ipynb
+      labkit status
     """
 
 
@@ -65,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code if isinstance(code, int) else 0
     except LabkitError as error:
-        return _complain(str(error), error.exit_code)
+        return _complain("\n".join(filter(None, (str(error), error.detail))), error.exit_code)
     except click.exceptions.NoArgsIsHelpError as error:
         click.echo(error.format_message(), err=True)
         return 2
@@ -80,9 +81,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _verb_of(error: click.ClickException) -> str:
-    context = getattr(error, "ctx", None)
-    is_verb = context is not None and context.parent is not None
-    return f"{context.info_name} " if is_verb else ""
+    context: click.Context | None = getattr(error, "ctx", None)
+    return f"{context.info_name} " if context is not None and context.parent is not None else ""
 
 
 def _complain(message: str, code: int) -> int:

@@ -8,7 +8,7 @@ import click
 
 from labkit.cli.follow import follow
 from labkit.cli.output import json_option, print_json
-from labkit.cli.report import cause_text, report
+from labkit.cli.report import report
 from labkit.errors import ConfigError
 from labkit.launch.reap import reap
 from labkit.runfolder import RunFolder, find_run
@@ -25,14 +25,15 @@ def logs(run: str, rank: int | None, num_lines: int, is_following: bool) -> None
     """Show what a run's workers printed, the root cause first.
 
     \b
-    labkit logs latest
-    labkit logs 3f9a --rank 2 --follow
+    Examples:
+      labkit logs latest
+      labkit logs 3f9a --rank 2 --follow
     """
     folder = find_run(run)
     status = reap(folder)
     files = _log_files(folder, rank, first=status.error.rank if status.error else None)
     if status.error is not None and rank in (None, status.error.rank):
-        click.echo(cause_text(status.error))
+        click.echo(f"{status.error.message}\n{status.error.traceback}".rstrip())
     offsets = {file: _print_tail(file, num_lines) for file in files}
     if is_following:
         _follow(folder, rank, offsets)
@@ -96,7 +97,8 @@ def stop(runs: tuple[str, ...], is_json: bool) -> None:
     """Stop runs. They save a checkpoint first; `labkit resume` goes on from it.
 
     \b
-    labkit stop latest
+    Examples:
+      labkit stop latest
     """
     folders = [find_run(text) for text in runs]  # all names are right before the first run is stopped
     ended = [_stop(folder) for folder in folders]
@@ -125,7 +127,8 @@ def attach(run: str, is_json: bool) -> int:
     """Follow a run until it ends. Ctrl-C ends the following; the run goes on.
 
     \b
-    labkit attach latest
+    Examples:
+      labkit attach latest
     """
     from labkit import launch
 
@@ -141,11 +144,14 @@ def attach(run: str, is_json: bool) -> int:
 @click.option("--detach", "is_detached", is_flag=True, help="Return at once; the run goes on by itself.")
 @json_option
 def resume(run: str, overrides: tuple[str, ...], is_detached: bool, is_json: bool) -> int:
-    """Go on with a run from its newest good checkpoint, with changed settings if you like.
+    """Go on with a run from its newest good checkpoint.
+
+    Settings given as KEY=VALUE are changed: more epochs, another cluster.
 
     \b
-    labkit resume latest
-    labkit resume 3f9a engine.num_epochs=20
+    Examples:
+      labkit resume latest
+      labkit resume 3f9a engine.num_epochs=20
     """
     from labkit import launch
     from labkit.cli.run import see_through
@@ -157,10 +163,13 @@ def resume(run: str, overrides: tuple[str, ...], is_detached: bool, is_json: boo
 @click.command()
 @click.argument("runs", nargs=-1, required=True, metavar="RUN...")
 def sync(runs: tuple[str, ...]) -> None:
-    """Send to MLflow what it has missed, for runs that trained while it was away.
+    """Send to MLflow what it has missed.
+
+    For runs that trained while MLflow was away: the run folder has everything.
 
     \b
-    labkit sync latest
+    Examples:
+      labkit sync latest
     """
     from labkit.lab import tracking
 

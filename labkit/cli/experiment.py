@@ -22,11 +22,17 @@ class Choice:
 
     Attributes:
         target: An experiment's or a notebook's file; none: the default experiment.
-        overrides: `key=value` texts, in the order in which they count.
+        file: A file of values.
+        options: Values that have an option of their own, by their setting.
+        texts: `key=value` texts, in their order.
+        timeout_s: Longest life of the run, seconds.
     """
 
     target: Path | None
-    overrides: tuple[str, ...]
+    file: str | None
+    options: dict[str, str]
+    texts: tuple[str, ...]
+    timeout_s: float | None
 
     @property
     def is_notebook(self) -> bool:
@@ -57,20 +63,21 @@ def read_choice(
     name: str | None = None,
     timeout_s: float | None = None,
 ) -> Choice:
-    """Sort the words of a command line. Later sources win: file, options, then `key=value`.
+    """Sort the words of a command line.
 
     Raises:
-        ConfigError: two targets, a target of an unknown kind, or a file of values that is none.
+        ConfigError: there are two targets, or a target of an unknown kind.
     """
     targets = [word for word in words if "=" not in word or Path(word).is_file()]
     if len(targets) > 1:
         raise ConfigError(f"what to run must be one file, got {' and '.join(targets)}. Run them one by one.")
-    options = {"cluster": _absolute(cluster), "name": name, "launch.timeout_s": timeout_s}
-    given = {key: value for key, value in options.items() if value is not None}
-    rest = [word for word in words if word not in targets]
+    options = {"cluster": _absolute(cluster), "name": name}
     return Choice(
         target=_checked(targets[0]) if targets else None,
-        overrides=(*_texts(_read_values(file)), *_texts(given), *parameters, *rest),
+        file=file,
+        options={key: value for key, value in options.items() if value is not None},
+        texts=(*parameters, *(word for word in words if word not in targets)),
+        timeout_s=timeout_s,
     )
 
 
@@ -105,16 +112,15 @@ def _read_values(file: str | None) -> Mapping[str, Any]:
     return values
 
 
-def _texts(values: Mapping[str, Any]) -> list[str]:
-    """`key=value` texts; JSON is YAML, so nothing changes its type on the way."""
-    return [f"{key}={json.dumps(value)}" for key, value in values.items()]
-
-
 def build_config(choice: Choice) -> ExperimentConfig:
-    """The experiment that was chosen.
+    """The experiment that was chosen. Later sources win: its file, -f, options, `key=value`.
 
     Raises:
-        ConfigError: the file or a setting is wrong.
+        ConfigError: a file or a setting is wrong.
     """
     base = load(choice.target) if choice.target else ExperimentConfig()
-    return from_overrides(choice.overrides, base=base) if choice.overrides else base
+    timeout = {} if choice.timeout_s is None else {"launch.timeout_s": choice.timeout_s}
+    values = {**_read_values(choice.file), **choice.options, **timeout}
+    # JSON is YAML, so nothing changes its type on the way.
+    overrides = [*(f"{key}={json.dumps(value)}" for key, value in values.items()), *choice.texts]
+    return from_overrides(overrides, base=base) if overrides else base

@@ -5,30 +5,20 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Protocol
 
 import click
 
 from labkit.cli.output import is_terminal
-from labkit.lab.progress import Progress, WatchedRun, progress_line, progress_of
+from labkit.lab.progress import Progress, progress_line, progress_of
 from labkit.lab.series import SeriesReader
+from labkit.launch import Run
 from labkit.launch.reap import end_leftover_workers
 from labkit.runfolder import RunFolder, RunStatus
 
 _LINE_EVERY_S = 5.0
 
 
-class FollowedRun(WatchedRun, Protocol):
-    """The part of a run's handle that following it needs."""
-
-    def wait(
-        self, timeout_s: float | None = ..., *, on_poll: Callable[[RunStatus], None] | None = ...
-    ) -> RunStatus:
-        """Wait until the run is over; call `on_poll` about ten times a second."""
-        ...
-
-
-def follow(run: FollowedRun, *, is_ours: bool) -> RunStatus:
+def follow(run: Run, *, is_ours: bool) -> RunStatus:
     """Show a run's progress on stderr until it has ended and MLflow knows it.
 
     Args:

@@ -15,10 +15,13 @@ from labkit.errors import ConfigError
 @experiment_options
 @json_option
 def config(is_json: bool, **words: Any) -> None:
-    """Check a configuration and print it whole, as YAML that loads back equal. Starts nothing.
+    """Check a configuration and print it whole.
+
+    The YAML loads back equal. Nothing is started.
 
     \b
-    labkit config experiment.yaml engine.global_batch_size=128
+    Examples:
+      labkit config experiment.yaml engine.global_batch_size=128
     """
     choice = read_choice(**words)
     if choice.is_notebook:
@@ -32,10 +35,13 @@ def config(is_json: bool, **words: Any) -> None:
 
 @click.command()
 def schema() -> None:
-    """Print the JSON schema of an experiment: every setting with its type, range, default and meaning.
+    """Print the JSON schema of an experiment.
+
+    Every setting with its type, range, default and meaning; editors complete and check with it.
 
     \b
-    labkit schema > experiment.schema.json
+    Examples:
+      labkit schema > experiment.schema.json
     """
     import json
 
@@ -45,10 +51,13 @@ def schema() -> None:
 @click.command()
 @json_option
 def doctor(is_json: bool) -> int:
-    """Check that everything is here that labkit needs, and say what to do about what is not.
+    """Check that everything is here that labkit needs.
+
+    Says what to do about what is not. Exit code 1 when something is missing that labkit can't do without.
 
     \b
-    labkit doctor
+    Examples:
+      labkit doctor
     """
     from labkit.lab.doctor import Grade, diagnose
 
@@ -65,10 +74,11 @@ def doctor(is_json: bool) -> int:
 @click.argument("name")
 @json_option
 def bench(name: str, is_json: bool) -> int:
-    """Measure one claim of the README and print a table: labkit bench overhead.
+    """Measure one claim of the README and print a table.
 
     \b
-    labkit bench overhead --json
+    Examples:
+      labkit bench overhead --json
     """
     from labkit.bench import main
 

@@ -7,8 +7,10 @@ import click
 
 from labkit.cli.glance import glance
 from labkit.cli.output import print_json
+from labkit.lab import links
+from labkit.lab.failure import failure_text
 from labkit.lab.progress import clock_text
-from labkit.runfolder import RunError, RunFolder, RunState, RunStatus
+from labkit.runfolder import RunFolder, RunState, RunStatus
 
 
 def report(
@@ -26,10 +28,10 @@ def report(
         print_json({**summary_of(folder, status), **(extra or {})})
         return
     if status.error is not None:
-        click.echo(cause_text(status.error))
+        click.echo(failure_text(folder, status))
     click.echo(_headline(folder, status))
     _line("run", str(folder.path))
-    _line("mlflow", mlflow_link(folder))
+    _line("mlflow", _link_text(folder))
     if status.state.is_final and status.state is not RunState.FINISHED:
         _line("logs", f"labkit logs {folder.key}")
         _line("resume", f"labkit resume {folder.key}")
@@ -46,7 +48,7 @@ def summary_of(folder: RunFolder, status: RunStatus) -> dict[str, Any]:
         **glance(folder, status).as_dict(),
         "exit_code": status.state.exit_code,
         "final": final_figures(folder),
-        "mlflow": mlflow_link(folder),
+        "mlflow": links.run_url(folder),
     }
 
 
@@ -56,16 +58,11 @@ def final_figures(folder: RunFolder) -> dict[str, float | None]:
     return dict(figures) if isinstance(figures, dict) else {}
 
 
-def mlflow_link(folder: RunFolder) -> str | None:
-    """Where the run's page is in the MLflow UI; None when MLflow has not heard of it (yet)."""
-    from labkit.lab.links import run_link
-
-    return run_link(folder)
-
-
-def cause_text(error: RunError) -> str:
-    """Why a run did not finish: what failed first, and its traceback."""
-    return f"cause: {error.message}\n{error.traceback}".rstrip()
+def _link_text(folder: RunFolder) -> str | None:
+    """The run's page in MLflow; how to get there when nobody serves it at this moment."""
+    url = links.run_url(folder)
+    is_served = links.base_url() != links.DEFAULT_BASE or links.served_url() is not None
+    return url if url is None or is_served else f"{url}  (after: labkit ui)"
 
 
 def _headline(folder: RunFolder, status: RunStatus) -> str:

@@ -22,10 +22,13 @@ _NOT_COMPARED = ("perf/",)  # time is never the same twice
 @click.argument("run")
 @json_option
 def reproduce(run: str, is_json: bool) -> int:
-    """Run a finished run's configuration again, beside it, and compare the final figures.
+    """Run a finished run once more and compare the figures.
+
+    The same configuration is run beside it, in a folder of its own.
 
     \b
-    labkit reproduce 3f9a
+    Examples:
+      labkit reproduce 3f9a
     """
     original = find_run(run)
     config = _config_of_finished(original)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from labkit.cli.experiment import Choice, build_config, experiment_options, read_choice
+from labkit.cli.experiment import build_config, experiment_options, read_choice
 from labkit.cli.follow import follow
 from labkit.cli.notebook import run_notebook
 from labkit.cli.output import json_option, print_json
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 @click.option("--force", "is_forced", is_flag=True, help="Run again although an equal run has finished.")
 @click.option("--detach", "is_detached", is_flag=True, help="Return at once; the run goes on by itself.")
 @click.option("--dry-run", "is_dry", is_flag=True, help="Check everything and print it; start nothing.")
+@click.option("--output", metavar="OUT.ipynb", help="One more copy of the executed notebook.")
 @click.option("--rendezvous", metavar="HOST:PORT", help="Where the machines of one run meet; same on each.")
 @click.option("--node", metavar="NAME", help="Which node of the cluster this machine is.")
 @json_option
@@ -32,25 +33,30 @@ def run(
     is_forced: bool,
     is_detached: bool,
     is_dry: bool,
+    output: str | None,
     rendezvous: str | None,
     node: str | None,
     is_json: bool,
     **words: Any,
 ) -> int:
-    """Run an experiment or a notebook. An equal run that has finished is not run again, and one that
-    was interrupted goes on from its last checkpoint.
+    """Run an experiment or a notebook.
 
-    Ctrl-C asks the run to save and stop; a second one kills it.
+    An equal run that has finished is not run again, and one that was interrupted goes on from its
+    last checkpoint. Ctrl-C asks the run to save and stop; a second one kills it.
 
     \b
-    labkit run experiment.yaml optimizer.learning_rate=0.05 --cluster 2x2
-    labkit run notebooks/02_train.ipynb -p seed=3
-    labkit run experiment.yaml --rendezvous head:29400 --node node1
+    Examples:
+      labkit run experiment.yaml optimizer.learning_rate=0.05 --cluster 2x2
+      labkit run notebooks/02_train.ipynb -p seed=3
+      labkit run experiment.yaml --rendezvous head:29400 --node node1
     """
     choice = read_choice(**words)
     if choice.is_notebook:
-        _refuse_for_notebook({"--detach": is_detached, "--rendezvous": rendezvous, "--node": node})
-        return run_notebook(choice, words["timeout_s"], is_forced=is_forced, is_dry=is_dry, is_json=is_json)
+        _refuse(
+            "an experiment (.yaml)", {"--detach": is_detached, "--rendezvous": rendezvous, "--node": node}
+        )
+        return run_notebook(choice, output, is_forced=is_forced, is_dry=is_dry, is_json=is_json)
+    _refuse("a notebook (.ipynb)", {"--output": output})
     config = build_config(choice)
     if is_dry:
         _show_plan(config, is_json)
@@ -59,12 +65,10 @@ def run(
     return see_through(handle, is_detached=is_detached, is_json=is_json)
 
 
-def _refuse_for_notebook(options: dict[str, Any]) -> None:
+def _refuse(kind: str, options: dict[str, Any]) -> None:
     for name, value in options.items():
         if value:
-            raise ConfigError(
-                f"{name} must be given with an experiment (.yaml), got a notebook. Leave it out."
-            )
+            raise ConfigError(f"{name} must be given with {kind}, got it with another. Leave it out.")
 
 
 def _start(
@@ -76,8 +80,7 @@ def _start(
         config,
         is_repeat=is_forced,
         is_detached=is_detached,
-        rendezvous=rendezvous,
-        node=node,
+        **({"rendezvous": rendezvous, "node": node} if rendezvous or node else {}),
         command=shlex.join(["labkit", *sys.argv[1:]]),
     )
 

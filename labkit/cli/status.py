@@ -23,12 +23,15 @@ _WATCH_S = 2.0
 @click.option("--watch", "is_watch", is_flag=True, help="Go on until Ctrl-C or the end of every RUN.")
 @json_option
 def status(runs: tuple[str, ...], is_all: bool, is_watch: bool, is_json: bool) -> None:
-    """List runs: state, step, loss, age. RUN is a key, the beginning of one, a folder or `latest`.
+    """List runs: state, step, loss, age.
+
+    RUN is a key, the beginning of one, a folder or `latest`.
 
     \b
-    labkit status
-    labkit status latest --watch
-    labkit status --all --json
+    Examples:
+      labkit status
+      labkit status latest --watch
+      labkit status --all --json
     """
     if is_watch:
         _watch(runs, is_all, is_json)

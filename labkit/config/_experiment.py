@@ -28,9 +28,7 @@ def _tag_of(value: Any) -> str:
 def _entry_point(name: str) -> str:
     module, _, function = name.partition(":")
     if not all(part.isidentifier() for part in [*module.split("."), function]):
-        raise ValueError(
-            f"name must be module:function, got {name!r}. For example my_models:build."
-        )
+        raise ValueError(f"name must be module:function, got {name!r}. For example my_models:build.")
     return name
 
 

@@ -222,7 +222,9 @@ def from_overrides(
         return from_mapping(values, base=folder)
     except ConfigError as first:
         # `name=007` and `name=true` mean text where the setting is text.
-        texts = [(key, raw) for key, _, raw in pairs if raw is not None and f"{key} must be text" in str(first)]
+        texts = [
+            (key, raw) for key, _, raw in pairs if raw is not None and f"{key} must be text" in str(first)
+        ]
         if not texts:
             raise
         for key, raw in texts:

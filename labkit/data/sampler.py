@@ -40,7 +40,9 @@ class GlobalSampler:
 
     def __init__(self, num_samples: int, global_batch_size: int, seed: int) -> None:
         if num_samples < 1:
-            raise ConfigError(f"training data must have at least 1 sample, got {num_samples}. Check the data.")
+            raise ConfigError(
+                f"training data must have at least 1 sample, got {num_samples}. Check the data."
+            )
         self.num_samples = num_samples
         self.global_batch_size = global_batch_size
         self._seed = seed

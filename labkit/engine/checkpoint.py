@@ -62,7 +62,9 @@ def read_checkpoint(data: bytes, name: str) -> dict[str, Any]:
     except CheckpointError:
         raise
     except Exception as error:  # noqa: BLE001 - any fault of a damaged file means: do not use it
-        raise CheckpointError(f"{name} must be whole, got {type(error).__name__}: {error}".splitlines()[0]) from None
+        raise CheckpointError(
+            f"{name} must be whole, got {type(error).__name__}: {error}".splitlines()[0]
+        ) from None
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise CheckpointError(f"{name} must be a labkit checkpoint of format {FORMAT}, got another one.")
     return content

@@ -29,7 +29,11 @@ def capture() -> Tensor:
     numpy_state = _NUMPY.pack(*keys, position, has_gauss, gauss)
     _, words, next_gauss = random.getstate()
     python_state = _PYTHON.pack(*words, next_gauss is not None, next_gauss or 0.0)
-    cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else torch.zeros(_CUDA_BYTES, dtype=torch.uint8)
+    cuda = (
+        torch.cuda.get_rng_state()
+        if torch.cuda.is_initialized()
+        else torch.zeros(_CUDA_BYTES, dtype=torch.uint8)
+    )
     plain = torch.frombuffer(bytearray(numpy_state + python_state), dtype=torch.uint8)
     return torch.cat([torch.get_rng_state(), cuda, plain])
 

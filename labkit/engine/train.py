@@ -116,6 +116,7 @@ class Trainer:
         self.progress = Progress(content["step"], content["samples"], SamplerState(**content["sampler"]))
         streams = content["random"]
         if len(streams) == self.placement.world_size:
+            self.strategy.load_local_state(content["local"][self.placement.rank])
             random_state.restore(streams[self.placement.rank])
         else:
             random_state.seed_everything(
@@ -192,10 +193,15 @@ class Trainer:
             targets.to(self.device, non_blocking=True),
         )
 
-    @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
         """Loss and accuracy on the held-out samples, each counted once, over all workers."""
-        self.strategy.merge_buffers()
+        with self.strategy.merged_buffers(), torch.no_grad():
+            values = self._evaluate()
+        if self.comm.rank == 0:
+            self.log.write("eval", **self._position(), values=values)
+        return values
+
+    def _evaluate(self) -> dict[str, float]:
         self.model.eval()
         own = even_extent(len(self.data.val), self.comm.rank, self.comm.world_size)
         sums = torch.zeros(3, dtype=torch.float64, device=self.device)
@@ -203,37 +209,41 @@ class Trainer:
         for start in range(0, len(own), size):
             inputs, targets, _ = self._fetch(self.data.val, own[start : start + size])
             losses, accuracies = self.data.losses(self.model(inputs), targets)
-            sums += torch.stack([losses.sum().double(), accuracies.sum().double(), sums.new_tensor(len(targets))])
+            sums += torch.stack(
+                [losses.sum().double(), accuracies.sum().double(), sums.new_tensor(len(targets))]
+            )
         self.comm.all_reduce_(sums).wait()
         loss_sum, accuracy_sum, count = sums.tolist()
-        values = {"val/loss": loss_sum / count, "val/accuracy": accuracy_sum / count}
-        if self.comm.rank == 0:
-            self.log.write("eval", **self._position(), values=values)
-        return values
+        return {"val/loss": loss_sum / count, "val/accuracy": accuracy_sum / count}
 
     def save(self) -> None:
         """Write a checkpoint of everything that decides how the run goes on."""
-        self.strategy.merge_buffers()
-        streams = self.comm.gather(random_state.capture().to(self.device))
-        if self.comm.rank != 0:
-            return
         began_at = time.perf_counter()
-        path = self.folder.checkpoint_file(self.progress.step)
-        size_bytes = checkpoint.write_checkpoint(
-            path,
-            {
-                "step": self.progress.step,
-                "samples": self.progress.samples,
-                "sampler": self.progress.sampler.to_dict(),
-                "model": self.model.state_dict(),
-                "strategy": self.strategy.state_dict(),
-                "random": [stream.cpu() for stream in streams],
-            },
-        )
+        streams = self.comm.gather(random_state.capture().to(self.device))
+        local_states = self.comm.gather(self.strategy.local_state().to(self.device))
+        with self.strategy.merged_buffers():
+            if self.comm.rank != 0:
+                return
+            path = self.folder.checkpoint_file(self.progress.step)
+            size_bytes = checkpoint.write_checkpoint(
+                path,
+                {
+                    "step": self.progress.step,
+                    "samples": self.progress.samples,
+                    "sampler": self.progress.sampler.to_dict(),
+                    "model": self.model.state_dict(),
+                    "strategy": self.strategy.state_dict(),
+                    "random": [stream.cpu() for stream in streams],
+                    "local": [state.cpu() for state in local_states],
+                },
+            )
         checkpoint.prune(self.folder, self.config.engine.keep_checkpoints)
-        save_s = round(time.perf_counter() - began_at, 6)
         self.log.write(
-            "checkpoint", step=self.progress.step, file=path.name, size_bytes=size_bytes, save_s=save_s
+            "checkpoint",
+            step=self.progress.step,
+            file=path.name,
+            size_bytes=size_bytes,
+            save_s=round(time.perf_counter() - began_at, 6),
         )
 
     def _is_due(self, every_steps: int | None) -> bool:

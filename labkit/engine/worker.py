@@ -101,9 +101,7 @@ def _train(folder: RunFolder, task: WorkerTask, stop: threading.Event) -> None:
         comm_timeout_s=config.launch.comm_timeout_s,
     )
     try:
-        trainer = Trainer(
-            config, placement, comm, log, folder, device=device, is_stop_wanted=stop.is_set
-        )
+        trainer = Trainer(config, placement, comm, log, folder, device=device, is_stop_wanted=stop.is_set)
         if task.is_resume:
             trainer.resume()
         trainer.train()

@@ -9,7 +9,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -62,10 +62,11 @@ class LocalKernel(AsyncKernelManager):
         argv = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
         return KernelSpec(argv=argv, name="python3", display_name="Python 3", language="python")
 
-    async def start_kernel(self, **options: Any) -> None:
-        """Start the process. It leads its own session, so a Ctrl-C here does not reach it by itself."""
+    async def _async_launch_kernel(self, kernel_cmd: list[str], **options: Any) -> None:
+        # The process leads its own session, so a Ctrl-C in our terminal does not reach it by itself.
+        options["env"] = {**self._environment, "JPY_PARENT_PID": str(os.getpid())}
         with open(self._log, "a", encoding="utf-8") as log:
-            await self._async_start_kernel(**options, env=dict(self._environment), stdout=log, stderr=log)
+            await super()._async_launch_kernel(kernel_cmd, **options, stdout=log, stderr=log)
 
     @property
     def process(self) -> "subprocess.Popen[bytes] | None":
@@ -77,7 +78,7 @@ class LocalKernel(AsyncKernelManager):
 
 
 @contextlib.contextmanager
-def connection_folder() -> Any:
+def connection_folder() -> Iterator[Path]:
     """A short-named private folder for a kernel's sockets, removed afterwards."""
     folder = Path(tempfile.mkdtemp(prefix="labkit-"))
     try:
@@ -174,3 +175,9 @@ class Watchdog(threading.Thread):
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, number)
         return True
+
+    def end_leftovers(self) -> None:
+        """Kill what a dead kernel left in its group: commands that its cells had started."""
+        if self.process is not None and self.process.poll() is not None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.process.pid, signal.SIGKILL)

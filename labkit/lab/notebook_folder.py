@@ -1,12 +1,12 @@
 """The folder of one execution of a notebook, beside the folders of the runs that it starts.
 
-    runs/notebooks/<notebook's name>/<key>/
-      status.json      state machine, owner, error         written by the notebook runner alone
-      parameters.json  given and effective parameters      written by the notebook runner
-      notebook.ipynb   the executed copy, kept up to date   written by the notebook runner
-      kernel.log       what the kernel process itself printed
-      runs.jsonl       {"run": "/path"} a line, appended by the notebook's kernel when it starts a run
-      STOP             asks the notebook runner to stop
+runs/notebooks/<notebook's name>/<key>/
+  status.json      state machine, owner, error         written by the notebook runner alone
+  parameters.json  given and effective parameters      written by the notebook runner
+  notebook.ipynb   the executed copy, kept up to date   written by the notebook runner
+  kernel.log       what the kernel process itself printed
+  runs.jsonl       {"run": "/path"} a line, appended by the notebook's kernel when it starts a run
+  STOP             asks the notebook runner to stop
 """
 
 import hashlib

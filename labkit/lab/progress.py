@@ -3,24 +3,11 @@
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 from labkit.lab.failure import failure_text
 from labkit.lab.series import Series, SeriesReader
-from labkit.runfolder import RunFolder, RunStatus
-
-
-class WatchedRun(Protocol):
-    """The part of a run's handle that watching it needs."""
-
-    @property
-    def folder(self) -> RunFolder:
-        """Where the run lives."""
-        ...
-
-    def status(self) -> RunStatus:
-        """The run's true status."""
-        ...
+from labkit.launch import Run
+from labkit.runfolder import RunStatus
 
 
 @dataclass(frozen=True)
@@ -88,37 +75,44 @@ def progress_line(progress: Progress) -> str:
 
 
 def wait_with_lines(
-    run: WatchedRun,
-    *,
-    interval_s: float = 5.0,
-    write: Callable[[str], object] = print,
-    poll_s: float = 0.1,
+    run: Run, *, interval_s: float = 5.0, write: Callable[[str], object] = print
 ) -> RunStatus:
-    """Wait until a run has ended; meanwhile write one plain line every few seconds.
+    """Wait until a run is over; meanwhile write one plain line every few seconds.
 
-    Runs on the caller's thread, so the lines land under the notebook cell that waits. Interrupting
-    it ends the waiting only.
+    Works on the caller's thread, so the lines land under the notebook cell that waits. Interrupting
+    it ends the waiting only: the run goes on.
 
     Args:
         run: The run.
-        interval_s: Seconds between lines; nothing is written when there is nothing new.
+        interval_s: Seconds between lines.
         write: Takes each line.
-        poll_s: Seconds between looks at the run.
 
     Returns:
         The final status.
     """
     reader = SeriesReader(run.folder)
-    written_at = time.monotonic()
-    while not (status := run.status()).state.is_final:
-        if time.monotonic() - written_at >= interval_s:
-            written_at = time.monotonic()
-            reader.update()
-            write(progress_line(progress_of(reader.series)) if reader.series.step else "starting workers")
-        time.sleep(poll_s)
+    lines = _Lines(reader, interval_s, write)
+    status = run.wait(on_poll=lines.tick)
     reader.update()
     end = replace(progress_of(reader.series), eta_s=None)
     write(f"{status.state} at {progress_line(end)}")
     if status.error is not None:
         write(failure_text(run.folder, status))
     return status
+
+
+class _Lines:
+    """Writes a line when the last one is old enough."""
+
+    def __init__(self, reader: SeriesReader, interval_s: float, write: Callable[[str], object]) -> None:
+        self._reader, self._interval_s, self._write = reader, interval_s, write
+        self._written_at = time.monotonic()
+
+    def tick(self, status: RunStatus) -> None:
+        """Look at the clock; called often."""
+        if status.state.is_final or time.monotonic() - self._written_at < self._interval_s:
+            return
+        self._written_at = time.monotonic()
+        self._reader.update()
+        is_begun = self._reader.series.step > 0
+        self._write(progress_line(progress_of(self._reader.series)) if is_begun else "starting workers")

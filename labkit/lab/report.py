@@ -20,7 +20,7 @@ from labkit.lab.show import PLOTLY_MIME
 from labkit.runfolder import RunFolder, RunState, write_atomically
 
 _STYLE = """
-body {font: 15px/1.5 Verdana, "DejaVu Sans", sans-serif; color: #222; 
+body {font: 15px/1.5 Verdana, "DejaVu Sans", sans-serif; color: #222;
       max-width: 1000px; margin: 2em auto; padding: 0 1em}
 table {border-collapse: collapse; margin: 0.5em 0} caption {text-align: left; font-weight: bold}
 th, td {text-align: right; padding: 2px 12px; border-bottom: 1px solid #ddd}

@@ -1,7 +1,6 @@
 """Read what a run's workers wrote into series that a figure can draw, also while it goes on."""
 
 from bisect import bisect_left
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -49,6 +48,12 @@ class Line:
         return self.values[-1] if self.values else None
 
     @property
+    def has_fallen(self) -> bool:
+        """The newest value is finite and lower than the first one."""
+        first = self.values[0] if self.values else None
+        return self.last is not None and first is not None and self.last < first
+
+    @property
     def first_nonfinite(self) -> int | None:
         """The first step whose value is not finite."""
         return min(self.nonfinite, default=None)
@@ -67,12 +72,6 @@ class WorkerSeries:
     def label(self) -> str:
         """How figures and tables name it."""
         return f"worker {self.rank} · {self.node}" if self.node else f"worker {self.rank}"
-
-    def busy_ms(self, bounds: Sequence[int]) -> list[float | None]:
-        """Mean time it computed and loaded data in each stretch of steps, in milliseconds."""
-        compute = stretch_means(self.times["compute_s"], bounds)
-        data = stretch_means(self.times["data_s"], bounds)
-        return [None if c is None else 1e3 * (c + (d or 0.0)) for c, d in zip(compute, data, strict=True)]
 
 
 @dataclass
@@ -108,8 +107,12 @@ class Series:
         """A metric's line, empty when nothing was written under this name (yet)."""
         return self.metrics.get(name) or Line()
 
+    def first(self, name: str) -> float | None:
+        """A metric's first value; None when there is none or it is not finite."""
+        return next(iter(self.line(name).values), None)
+
     def last(self, name: str) -> float | None:
-        """A metric's newest value."""
+        """A metric's newest value; None when there is none or it is not finite."""
         return self.line(name).last
 
 
@@ -188,75 +191,6 @@ def read_series(run: Any) -> Series:
     reader = SeriesReader(folder_of(run))
     reader.update()
     return reader.series
-
-
-def decimate(line: Line, max_points: int = 2000) -> tuple[list[int], list[float | None]]:
-    """Thin a line for the screen without losing what the eye would miss.
-
-    The line is cut into equal stretches; of each its minimum, its maximum and its first gap stay,
-    in their order. First and last point stay.
-
-    Args:
-        line: N values.
-        max_points: Points to return at the most, at least 8.
-
-    Returns:
-        Steps and values, at most `max_points` of each.
-    """
-    size = len(line.steps)
-    if size <= max_points:
-        return list(line.steps), list(line.values)
-    num_stretches = (max_points - 2) // 3
-    bounds = [size * index // num_stretches for index in range(num_stretches + 1)]
-    kept = {0, size - 1}
-    for low, high in zip(bounds, bounds[1:], strict=False):
-        kept.update(_extremes(line.values, low, high))
-    order = sorted(kept)
-    return [line.steps[i] for i in order], [line.values[i] for i in order]
-
-
-def _extremes(values: Sequence[float | None], low: int, high: int) -> set[int]:
-    """Indices of the minimum, the maximum and the first gap of values[low:high]."""
-    finite = [i for i in range(low, high) if values[i] is not None]
-    gap = next((i for i in range(low, high) if values[i] is None), None)
-    kept = set() if gap is None else {gap}
-    if finite:
-        kept |= {min(finite, key=lambda i: values[i] or 0.0), max(finite, key=lambda i: values[i] or 0.0)}
-    return kept
-
-
-def stretch_means(line: Line, bounds: Sequence[int]) -> list[float | None]:
-    """Mean of the finite values in each stretch of steps [bounds[i], bounds[i+1]); None where none is."""
-    means: list[float | None] = []
-    for low, high in zip(bounds, bounds[1:], strict=False):
-        first, end = bisect_left(line.steps, low), bisect_left(line.steps, high)
-        finite = [value for value in line.values[first:end] if value is not None]
-        means.append(sum(finite) / len(finite) if finite else None)
-    return means
-
-
-def step_bounds(series: Series, max_stretches: int) -> list[int]:
-    """Cut a run's steps into at most `max_stretches` stretches of like length.
-
-    Step 1, which carries the cost of starting, is left out unless it is the only one.
-
-    Returns:
-        First step of each stretch, and the step behind the last one; [] when no step is done.
-    """
-    end = series.step + 1
-    first = min(2, series.step)
-    if not series.step:
-        return []
-    count = min(max_stretches, end - first)
-    return [first + (end - first) * index // count for index in range(count + 1)]
-
-
-def worker_means_ms(worker: WorkerSeries) -> dict[str, float | None]:
-    """A worker's mean time of a step by part, in milliseconds, without step 1 unless it is the only one."""
-    steps = worker.times["step_s"].steps
-    bounds = [min(2, steps[-1]), steps[-1] + 1] if steps else [1, 2]
-    means = {part: stretch_means(worker.times[f"{part}_s"], bounds)[0] for part in PARTS}
-    return {part: None if mean is None else 1e3 * mean for part, mean in means.items()}
 
 
 def folder_of(run: Any) -> RunFolder:

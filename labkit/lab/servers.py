@@ -13,13 +13,14 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
 from labkit.errors import ConfigError, LabkitError
+from labkit.lab import links, tracking
 from labkit.runfolder import project_root, runs_root
 
 LOOPBACK = "127.0.0.1"
@@ -54,21 +55,35 @@ def is_free(port: int, host: str = LOOPBACK) -> bool:
     return True
 
 
-def choose_port(asked: int | None, preferred: int, host: str = LOOPBACK, option: str = "--port") -> int:
+def choose_port(
+    asked: int | None,
+    preferred: int,
+    *,
+    host: str = LOOPBACK,
+    option: str = "--port",
+    taken: Collection[int] = (),
+) -> int:
     """The port that was asked for, else the first free one from `preferred` on.
+
+    Args:
+        asked: What the user wants; none: any.
+        preferred: Where to begin to look.
+        host: Address to listen on.
+        option: What the user calls it.
+        taken: Ports that will be in use soon.
 
     Raises:
         ConfigError: the port that was asked for is in use.
     """
     if asked is not None:
-        if not is_free(asked, host):
+        if asked in taken or not is_free(asked, host):
             raise ConfigError(
                 f"{option} must be a free port, got {asked}, which is in use. "
                 f"Choose another, or leave {option} out."
             )
         return asked
     for port in range(preferred, preferred + 20):
-        if is_free(port, host):
+        if port not in taken and is_free(port, host):
             return port
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as any_port:
         any_port.bind((host, 0))
@@ -85,11 +100,12 @@ class ServerPlan:
     Attributes:
         name: What a person calls it.
         command: Program and arguments.
-        environment: Variables on top of this process's own.
+        environment: Its whole environment.
         folder: Its working directory.
         health_url: Answers 200 once the server is up.
         link: What a person opens.
         closed_url: Must refuse a request without the token; none where there is no token.
+        mlflow_base: Where links into MLflow lead while it runs; none for another server.
     """
 
     name: str
@@ -99,9 +115,10 @@ class ServerPlan:
     health_url: str
     link: str
     closed_url: str | None = None
+    mlflow_base: str | None = None
 
 
-def jupyterlab(port: int, mlflow_link: str | None = None) -> ServerPlan:
+def jupyterlab(port: int) -> ServerPlan:
     """JupyterLab on loopback, in the checkout, with a fresh token. Its kernels can import labkit."""
     token = secrets.token_hex(24)
     root = project_root() or Path.cwd()
@@ -116,14 +133,11 @@ def jupyterlab(port: int, mlflow_link: str | None = None) -> ServerPlan:
         "--LabApp.news_url=None",
         "--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate",
     ]
-    # The token goes by the environment: a command line is there for every user of the machine to read.
-    environment = {"JUPYTER_TOKEN": token, **kernel_environment()}
-    if mlflow_link:
-        environment["LABKIT_MLFLOW_UI"] = mlflow_link
     return ServerPlan(
         name="JupyterLab",
         command=[sys.executable, "-m", "jupyterlab", *options, *(["--allow-root"] if _is_root() else [])],
-        environment=environment,
+        # The token goes by the environment: a command line is there for every user of the machine to read.
+        environment={**os.environ, **kernel_environment(), "JUPYTER_TOKEN": token},
         folder=root,
         health_url=f"{base}/api",
         link=f"{base}{page}?token={token}",
@@ -131,35 +145,22 @@ def jupyterlab(port: int, mlflow_link: str | None = None) -> ServerPlan:
     )
 
 
-def mlflow_ui(port: int, store_uri: str, host: str = LOOPBACK) -> ServerPlan:
-    """The MLflow UI over a store, on loopback unless `host` says otherwise."""
-    root = runs_root()
-    shown = LOOPBACK if host in (LOOPBACK, "0.0.0.0") else host
-    # fmt: off
-    options = [
-        "--backend-store-uri", store_uri, "--artifacts-destination", str(root / "artifacts"),
-        "--host", host, "--port", str(port), "--workers", "1",
-    ]
-    # fmt: on
-    if host != LOOPBACK:
-        options += ["--allowed-hosts", ",".join(f"{name}:*" for name in names_of(host))]
-        origins = [f"http://{name}:{port}" for name in names_of(host)]
-        options += ["--cors-allowed-origins", ",".join(origins)]
+def mlflow_ui(port: int, host: str = LOOPBACK) -> ServerPlan:
+    """The MLflow UI over the runs, on loopback unless `host` says otherwise.
+
+    Raises:
+        ConfigError: the runs are tracked by a server of the user's own.
+    """
+    base = f"http://{LOOPBACK if host == '0.0.0.0' else host}:{port}"
     return ServerPlan(
         name="MLflow UI",
-        command=[sys.executable, "-m", "mlflow", "server", *options],
-        # The job runner is for evaluations of language models; it costs 235 MB.
-        environment={"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "MLFLOW_DISABLE_TELEMETRY": "true"},
-        folder=root,
-        health_url=f"http://{shown}:{port}/health",
-        link=f"http://{shown}:{port}/#/experiments?workflowType=machine_learning",
+        command=tracking.ui_command(host, port),
+        environment=tracking.ui_environment(),
+        folder=runs_root(),
+        health_url=f"{base}/health",
+        link=links.home_url(base),
+        mlflow_base=base,
     )
-
-
-def names_of(host: str) -> list[str]:
-    """Names by which a browser may call a server that listens on `host`."""
-    own = [socket.gethostname(), socket.getfqdn()] if host == "0.0.0.0" else [host]
-    return list(dict.fromkeys(["localhost", LOOPBACK, *own]))
 
 
 def kernel_environment() -> dict[str, str]:
@@ -213,7 +214,7 @@ def started(plan: ServerPlan) -> Iterator[Server]:
             process = subprocess.Popen(
                 plan.command,
                 cwd=plan.folder,
-                env={**os.environ, **plan.environment},
+                env=dict(plan.environment),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -318,6 +319,8 @@ def serve(plans: Sequence[ServerPlan], announce: Callable[[], None]) -> None:
     with _stop_signals(stop), ExitStack() as running:
         servers = [running.enter_context(started(plan)) for plan in plans]
         _wait_until_up(servers, stop)
+        for base in filter(None, [plan.mlflow_base for plan in plans]):
+            running.enter_context(links.served_at(base))
         if not stop.is_set():
             announce()
         while not stop.wait(0.3):

@@ -10,8 +10,10 @@ from IPython.display import display
 
 from labkit.lab import figures, tables
 from labkit.lab.progress import wait_with_lines
-from labkit.lab.series import read_series
+from labkit.lab.series import folder_of, read_series
 from labkit.lab.tables import Table
+from labkit.launch import Run, attach
+from labkit.runfolder import RunFolder
 
 PLOTLY_MIME = "application/vnd.plotly.v1+json"
 
@@ -38,13 +40,14 @@ def show(thing: Any, table: Table | None = None) -> None:
     (some kB), never as a widget, which costs 4.8 MB each in the saved notebook.
 
     Args:
-        thing: A run's handle, a plotly figure, or anything that knows how to display itself.
+        thing: A run's handle, its folder, its key or `latest`; a plotly figure; or anything that knows
+            how to display itself, such as a form.
         table: What the figure shows, in text, to unfold below it.
     """
     if isinstance(thing, go.Figure):
         _show_figure(thing)
-    elif hasattr(thing, "folder") and hasattr(thing, "status"):
-        _show_run(thing)
+    elif isinstance(thing, (Run, RunFolder, str)):
+        _show_run(thing if isinstance(thing, Run) else attach(folder_of(thing)))
     else:
         display(thing)  # type: ignore[no-untyped-call]
     if table is not None:
@@ -80,13 +83,17 @@ def _show_table(table: Table) -> None:
     display({"text/html": html, "text/plain": str(table)}, raw=True)  # type: ignore[no-untyped-call]
 
 
-def _show_run(run: Any) -> None:
+def _show_run(run: Run) -> None:
     if is_interactive():
         from labkit.lab.widgets.dashboard import Dashboard
 
         display(Dashboard(run))  # type: ignore[no-untyped-call]
         return
-    wait_with_lines(run)
+    status = run.status()
+    if not status.state.is_final:
+        wait_with_lines(run)
+    elif run.is_reused:
+        print(f"{run.key} was trained before: its result is shown.")
     series = read_series(run)
     _show_figure(figures.overview(series))
     _show_table(tables.overview(series))

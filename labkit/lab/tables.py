@@ -4,7 +4,8 @@ import html
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from labkit.lab.series import PARTS, Series, step_bounds, stretch_means, worker_means_ms
+from labkit.lab.series import PARTS, Series
+from labkit.lab.stretches import busy_ms, step_bounds, stretch_means, worker_means_ms
 
 _NUM_ROWS = 12
 _PART_NAMES = {
@@ -103,7 +104,7 @@ def workers(series: Series) -> Table:
 def worker_heatmap(series: Series) -> Table:
     """Busy time of each worker over a few stretches of steps."""
     bounds = step_bounds(series, 6)
-    rows = [(worker.label, *worker.busy_ms(bounds)) for _, worker in sorted(series.workers.items())]
+    rows = [(worker.label, *busy_ms(worker, bounds)) for _, worker in sorted(series.workers.items())]
     names = tuple(f"steps {name}" for name in _stretch_names(bounds))
     title = "Busy time (ms): computing and loading data, mean over steps"
     return Table(title, ("worker", *names), tuple(rows))

@@ -85,7 +85,9 @@ def _defines(file: Path, function: str) -> bool:
     try:
         tree = ast.parse(file.read_text(encoding="utf-8"), str(file))
     except SyntaxError as error:
-        raise ConfigError(f"{file.name} must be Python, got {error.msg} in line {error.lineno}. Fix it.") from None
+        raise ConfigError(
+            f"{file.name} must be Python, got {error.msg} in line {error.lineno}. Fix it."
+        ) from None
     for node in tree.body:
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)) and node.name == function:
             return True

@@ -49,7 +49,9 @@ def start_daemon(function: Callable[..., None], *arguments: Any) -> None:
     process.close()
 
 
-def _fork_away(function: Callable[..., None], arguments: tuple[Any, ...], environment: dict[str, str]) -> None:
+def _fork_away(
+    function: Callable[..., None], arguments: tuple[Any, ...], environment: dict[str, str]
+) -> None:
     if os.fork():
         return  # the process in between ends here; the daemon belongs to init
     code = 1

@@ -1,8 +1,8 @@
 """Make the state of a run true when its supervisor died without writing the end.
 
-A run whose supervisor is stopped (SIGSTOP) or only slow is not lost: its process exists and may go on. Lost is a run
-whose supervisor no longer exists. Whoever finds that first - the run's tracker, `labkit status`, a
-notebook - writes it down; all others see it done.
+A run whose supervisor is stopped (SIGSTOP) or slow is not lost: its process exists and may go on.
+Lost is a run whose supervisor no longer exists. Whoever finds that first - the run's tracker,
+`labkit status`, a notebook - writes it down; all others see it done.
 """
 
 import contextlib

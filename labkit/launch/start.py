@@ -154,7 +154,9 @@ def _hand_over(
     deadline = time.monotonic() + _TAKE_OVER_S
     while folder.read_status().state is RunState.PLANNED:
         if time.monotonic() > deadline:
-            raise LabkitError(f"the supervisor did not start within {_TAKE_OVER_S:g} s. See {folder.supervisor_log}")
+            raise LabkitError(
+                f"the supervisor did not start within {_TAKE_OVER_S:g} s. See {folder.supervisor_log}"
+            )
         time.sleep(0.005)
     return _known_to_notebook(Run(folder))
 

@@ -100,7 +100,10 @@ class Supervisor:
         try:
             while True:
                 end = self._run_once(is_resume)
-                if end.state is not RunState.FAILED or self._status.num_restarts >= self._config.launch.max_restarts:
+                if (
+                    end.state is not RunState.FAILED
+                    or self._status.num_restarts >= self._config.launch.max_restarts
+                ):
                     break
                 self._say(f"restart after: {end.error.message if end.error else end.state}")
                 self._update(attempt=self._status.attempt + 1, num_restarts=self._status.num_restarts + 1)

@@ -8,6 +8,7 @@ in this way; DistributedDataParallel divides by the number of workers and is wro
 
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -101,8 +102,14 @@ class AllReduce:
         self._running.count(self._num_samples)
         return StepTotals(round(extra[0]), extra[1], extra[2], tuple(extra[4:]), exposed_s, extra[3] > 0)
 
-    def merge_buffers(self) -> None:
-        self._running.merge()
+    def merged_buffers(self) -> AbstractContextManager[None]:
+        return self._running.merged()
+
+    def local_state(self) -> Tensor:
+        return self._running.local_state()
+
+    def load_local_state(self, state: Tensor) -> None:
+        self._running.load_local_state(state)
 
     def state_dict(self) -> dict[str, Any]:
         return self._optimizer.state_dict()

@@ -1,5 +1,7 @@
 """Batch norm across workers: running statistics that agree, and batch statistics of the global batch."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -10,11 +12,16 @@ from labkit.comm import Communicator
 
 
 class RunningStatistics:
-    """Merges the running mean and variance of all workers, weighted by the samples each has seen.
+    """The running mean and variance of all workers as one, weighted by the samples each has seen lately.
 
     The merged variance is the total one: within the workers plus between their means, so that two
     workers with [0, 2] and [6, 6, 6, 6] agree on what one worker with all six would know.
+
+    Merged statistics are for evaluation and checkpoints only: each worker then goes on with its own, so
+    neither how often one evaluates nor where a run was interrupted changes anything.
     """
+
+    _DECAY = 0.9  # of a sample's weight per step: as torch's running statistics forget by default
 
     def __init__(self, model: nn.Module, comm: Communicator) -> None:
         self._comm = comm
@@ -25,19 +32,49 @@ class RunningStatistics:
             and module.running_mean is not None
             and not isinstance(module, SynchronizedBatchNorm)
         ]
-        self._samples = 0
+        self._samples = 0.0
 
     def count(self, num_samples: int) -> None:
-        """This worker has trained on so many samples more since the last merge."""
-        self._samples += num_samples
+        """This worker has trained on so many samples in this step."""
+        self._samples = self._DECAY * self._samples + num_samples
+
+    def local_state(self) -> Tensor:
+        """This worker's own statistics, to go on with after a resume; shape (n,), float64."""
+        parts = [torch.tensor([self._samples], dtype=torch.float64)]
+        for layer in self._layers:
+            tensors = (layer.running_mean, layer.running_var, layer.num_batches_tracked)
+            parts += [tensor.double().cpu().flatten() for tensor in tensors if tensor is not None]
+        return torch.cat(parts)
 
     @torch.no_grad()
-    def merge(self) -> None:
-        """Replace every worker's running statistics by the merged ones. All workers call it together."""
+    def load_local_state(self, state: Tensor) -> None:
+        """Set this worker's own statistics."""
+        values = state.cpu().double()
+        self._samples, offset = float(values[0]), 1
+        for layer in self._layers:
+            for tensor in (layer.running_mean, layer.running_var, layer.num_batches_tracked):
+                if tensor is not None:
+                    part = values[offset : offset + tensor.numel()].view_as(tensor)
+                    tensor.copy_(part)
+                    offset += tensor.numel()
+
+    @contextmanager
+    def merged(self) -> Iterator[None]:
+        """Have the merged statistics in the model for a while. All workers enter together."""
         if not self._layers or self._comm.world_size == 1:
+            yield
             return
+        own = self.local_state()
+        self._merge()
+        try:
+            yield
+        finally:
+            self.load_local_state(own)
+
+    @torch.no_grad()
+    def _merge(self) -> None:
         device = self._layers[0].running_mean.device  # type: ignore[union-attr]
-        parts = [torch.tensor([float(self._samples)], dtype=torch.float64, device=device)]
+        parts = [torch.tensor([self._samples], dtype=torch.float64, device=device)]
         counts = torch.zeros(self._comm.world_size, len(self._layers), dtype=torch.float64, device=device)
         for index, layer in enumerate(self._layers):
             mean, var = layer.running_mean.double(), layer.running_var.double()  # type: ignore[union-attr]
@@ -46,9 +83,8 @@ class RunningStatistics:
         packed = torch.cat([*parts, counts.flatten()])
         self._comm.all_reduce_(packed).wait()
         total = float(packed[0])
-        self._samples = 0
         if total == 0:
-            return
+            return  # before the first step all workers hold the same ones
         offset = 1
         batches = packed[-counts.numel() :].view_as(counts).amax(0)
         for index, layer in enumerate(self._layers):
@@ -104,8 +140,10 @@ class SynchronizedBatchNorm(_BatchNorm):
 
     def __init__(self, like: _BatchNorm, comm: Communicator) -> None:
         super().__init__(like.num_features, like.eps, like.momentum, like.affine, like.track_running_stats)
+        for tensor in like.state_dict().values():
+            if tensor.is_floating_point():
+                self.to(tensor.device, tensor.dtype)
         self.load_state_dict(like.state_dict())
-        self.to(like.weight.device if like.affine else torch.device("cpu"))
         self._comm = comm
 
     def _check_input_dim(self, input: Tensor) -> None:

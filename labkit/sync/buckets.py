@@ -47,8 +47,7 @@ class GradientBuckets:
         self._before_last = before_last
         groups = _group(parameters, bucket_bytes)
         self._buckets = [
-            _Bucket(group, num_extra if index == len(groups) - 1 else 0)
-            for index, group in enumerate(groups)
+            _Bucket(group, num_extra if index == len(groups) - 1 else 0) for index, group in enumerate(groups)
         ]
         self._place = {
             parameter: (bucket, view)

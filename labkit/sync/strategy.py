@@ -1,5 +1,6 @@
 """What every way of synchronising has in common: one update per global batch."""
 
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -50,8 +51,16 @@ class Strategy(Protocol):
         """
         ...
 
-    def merge_buffers(self) -> None:
-        """Make running statistics agree on all workers, before evaluation and checkpoints."""
+    def merged_buffers(self) -> AbstractContextManager[None]:
+        """Running statistics that agree on all workers, for evaluation and checkpoints."""
+        ...
+
+    def local_state(self) -> Tensor:
+        """What only this worker knows and needs to go on exactly; shape (n,), float64, n the same on all."""
+        ...
+
+    def load_local_state(self, state: Tensor) -> None:
+        """Go on exactly."""
         ...
 
     def state_dict(self) -> dict[str, Any]:

@@ -58,7 +58,9 @@ class DatasetSamples:
 
     def batch(self, indices: Sequence[int]) -> Batch:
         pairs = [self._dataset[int(index)] for index in indices] or [self._dataset[0]]
-        inputs, targets = (torch.stack([torch.as_tensor(part) for part in side]) for side in zip(*pairs, strict=True))
+        inputs, targets = (
+            torch.stack([torch.as_tensor(part) for part in side]) for side in zip(*pairs, strict=True)
+        )
         return inputs[: len(indices)], targets[: len(indices)]
 
 

@@ -7,6 +7,7 @@ from labkit.lab.tracking._points import (
     add_to_window,
     earlier_values,
     metric_points,
+    nonfinite_point,
     read_lines,
     window_points,
 )
@@ -94,8 +95,7 @@ class _Batch:
             self._num_nonfinite += len(event["nonfinite"])
             if self._diverged_at is None:
                 self._diverged_at = int(event["step"])
-            time_ms = round(event["t"] * 1000)
-            self.points.append(Point("health/nonfinite", float(self._num_nonfinite), time_ms, int(event["step"])))
+            self.points.append(nonfinite_point(event, self._num_nonfinite))
 
     def add_step(self, rank: int, event: dict[str, Any]) -> None:
         self._windows[rank], full = add_to_window(self._windows.get(rank), event)

@@ -31,8 +31,8 @@ def run_name(config: ExperimentConfig, key: str) -> str:
 def flat_params(config: ExperimentConfig) -> dict[str, str]:
     """The configuration as MLflow parameters: `optimizer.learning_rate` -> `0.1`.
 
-    Lists are JSON. MLflow cuts values of more than 6000 characters without a word; here the cut says where the
-    whole is.
+    Lists are JSON. MLflow cuts values of more than 6000 characters without a word; here the cut says
+    where the whole is.
     """
     flat = {key: as_text(value) for key, value in _flatten(config.model_dump(mode="json"))}
     return {key: cut(value, MAX_PARAM_LENGTH) for key, value in flat.items()}

@@ -56,7 +56,9 @@ def metric_name(name: str) -> str:
     return "/".join(parts)[:MAX_NAME_LENGTH].rstrip("/") or "_"
 
 
-def read_lines(path: Path, offset: int, limit_bytes: int = _READ_BYTES) -> tuple[list[tuple[dict[str, Any], int]], int]:
+def read_lines(
+    path: Path, offset: int, limit_bytes: int = _READ_BYTES
+) -> tuple[list[tuple[dict[str, Any], int]], int]:
     """Read whole event lines from a byte offset on, a bounded piece at a time.
 
     Returns:
@@ -91,6 +93,13 @@ def metric_points(event: Mapping[str, Any]) -> list[Point]:
         for name, value in event.get("values", {}).items()
         if value is not None and math.isfinite(value)
     ]
+
+
+def nonfinite_point(event: Mapping[str, Any], count: int) -> Point:
+    """How many values were not finite up to and with this event. The values themselves are never sent:
+    MLflow makes 1.8e308 of an infinity.
+    """
+    return Point("health/nonfinite", float(count), _time_ms(event["t"]), int(event["step"]))
 
 
 def add_to_window(window: Window | None, event: Mapping[str, Any]) -> tuple[Window, Window | None]:

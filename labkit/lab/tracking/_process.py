@@ -45,10 +45,17 @@ def run_helper(arguments: Sequence[str], timeout_s: float) -> str:
     command = [sys.executable, "-m", "labkit.lab.tracking", *arguments]
     try:
         done = subprocess.run(
-            command, env=environment(), stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=timeout_s
+            command,
+            env=environment(),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
         )
     except subprocess.TimeoutExpired:
-        raise LabkitError(f"MLflow must answer within {timeout_s:.0f} s, got nothing. Is its server up?") from None
+        raise LabkitError(
+            f"MLflow must answer within {timeout_s:.0f} s, got nothing. Is its server up?"
+        ) from None
     if done.returncode:
         lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
         raise LabkitError(f"MLflow: {lines[-1]}")

@@ -23,7 +23,6 @@ from labkit.lab.tracking._store import ensure_experiment, ensure_store, sqlite_u
 from labkit.runfolder import RunFolder, RunStatus
 
 if TYPE_CHECKING:
-    from mlflow import MlflowClient
     from mlflow.entities import Run
 
 _Item = TypeVar("_Item")
@@ -53,7 +52,7 @@ class MlflowRun:
         self._root = folder.path.parent.parent
         state = read_state(folder)
         self.uri = _uri_of(state, self._root)
-        self._client: MlflowClient = MlflowClient(self.uri)
+        self._client = MlflowClient(self.uri)
         self.state = self._state_for_store(state)
 
     def _state_for_store(self, state: TrackingState) -> TrackingState:
@@ -182,13 +181,17 @@ class MlflowRun:
             self._log_file(path)
         for path in sorted(folder.logs_dir.glob("*")):
             self._log_file(path, "logs")
-        self._log_file(folder.notebook_file, "notebook")
+        self.log_notebook()
+
+    def log_notebook(self) -> None:
+        """The executed notebook, if there is one."""
+        self._log_file(self.folder.notebook_file, "notebook")
 
     def _log_file(self, path: Path, into: str | None = None) -> None:
         if not path.is_file() or path.stat().st_size == 0:
             return
         if path.stat().st_size > _MAX_LOG_BYTES:
-            print(f"{path.name} has more than {_MAX_LOG_BYTES} bytes: it stays in the run folder only", flush=True)
+            print(f"{path.name} is larger than {_MAX_LOG_BYTES} bytes: in the run folder only", flush=True)
             return
         self._client.log_artifact(self.state.run_id, str(path), into)
 

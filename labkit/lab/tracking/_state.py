@@ -12,8 +12,8 @@ class _Record(BaseModel):
 class Window(_Record):
     """Step times of one worker that wait to become one point.
 
-    It is kept with the offset, so that lines that are sent again after a crash are cut into the same windows and
-    give the same points.
+    It is kept with the offset, so that lines that are sent again after a crash are cut into the same
+    windows and give the same points.
 
     Attributes:
         attempt: Attempt of its steps.

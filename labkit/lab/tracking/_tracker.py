@@ -1,15 +1,15 @@
-"""The tracker: a process beside each run that tells MLflow about it, and knows when its supervisor has died.
+"""The tracker: a process beside each run that tells MLflow of it, and sees when its supervisor dies.
 
-Training writes files and never waits for MLflow. The tracker reads these files and sends them on; while MLflow
-is away, slow or locked it tries again, for as long as the run lives and a bounded time after that. What is left
-then, `sync` sends later. Nothing is sent twice and nothing is lost, whenever the tracker dies:
-`tracking.json` moves on after each batch, and a repeated batch is made of the same points.
+Training writes files and never waits for MLflow. The tracker reads these files and sends them on;
+while MLflow is away, slow or locked it tries again, for as long as the run lives and a bounded time
+after that. What is left then, `sync` sends later. Whenever the tracker dies, nothing is lost and
+nothing is there twice: `tracking.json` moves on after each batch, and a repeated batch is made of the
+same points.
 """
 
 import os
 import select
 import signal
-import sys
 import threading
 import time
 from types import FrameType
@@ -33,6 +33,7 @@ _MAX_BACKOFF_S = 30.0
 _MAX_END_BACKOFF_S = 4.0
 _TERM_GRACE_S = 15.0
 _HANG_MARGIN_S = 10.0
+_LAST_TRACKER_S = END_TIMEOUT_S + _HANG_MARGIN_S + 5.0
 
 
 def say(text: str) -> None:
@@ -82,13 +83,20 @@ class Watch:
     def _watch(self) -> None:
         while True:
             self._look_at_stdin()
-            status = reap(self._folder)
-            if status.state.is_final and not self._is_over.is_set():
-                self._limit(END_TIMEOUT_S)
-                self._is_over.set()
+            self._look_at_status()
             if self._deadline is not None and time.monotonic() > self._deadline + _HANG_MARGIN_S:
                 say("MLflow does not answer; `labkit sync` sends the rest later")
                 os._exit(1)
+
+    def _look_at_status(self) -> None:
+        try:
+            is_final = reap(self._folder).state.is_final
+        except Exception as fault:  # the watch must go on
+            say(f"status.json: {first_line(fault)}")
+            return
+        if is_final and not self._is_over.is_set():
+            self._limit(END_TIMEOUT_S)
+            self._is_over.set()
 
     def _look_at_stdin(self) -> None:
         """Wait a moment; an end of file means that the supervisor has gone."""
@@ -108,7 +116,7 @@ def track(folder: RunFolder) -> bool:
     watch = Watch(folder)
     watch.start()
     try:
-        with tracking_lock(folder).acquire(timeout=END_TIMEOUT_S):
+        with tracking_lock(folder).acquire(timeout=_LAST_TRACKER_S):  # the one before may be at its end
             return _send_until_over(folder, watch)
     except Timeout:
         say("another tracker has this run")
@@ -120,7 +128,11 @@ def _send_until_over(folder: RunFolder, watch: Watch) -> bool:
     num_faults = 0
     while True:
         try:
-            if sender.send(reap(folder)):
+            status = reap(folder)
+            if watch.is_over() and not status.state.is_final:
+                say("the run was resumed; its new tracker goes on")
+                return False
+            if sender.send(status):
                 return True
             num_faults = 0
         except Exception as fault:
@@ -188,26 +200,33 @@ class Sender:
             self._system = None
 
 
-def sync_now(folder: RunFolder, *, with_notebook_only: bool = False) -> None:
-    """Send what MLflow has not got yet, in this process. Imports MLflow.
+def sync_now(folder: RunFolder) -> None:
+    """Send what MLflow has not got yet, in this process.
 
     Raises:
         LabkitError: the run's own tracker is at it.
     """
     try:
-        with tracking_lock(folder).acquire(timeout=END_TIMEOUT_S + _HANG_MARGIN_S if with_notebook_only else 1.0):
-            if with_notebook_only:
-                run = MlflowRun(folder)
-                run.log_notebook()
-            else:
-                Sender(folder, has_system_metrics=False).send(reap(folder))
+        with tracking_lock(folder).acquire(timeout=1.0):
+            Sender(folder, has_system_metrics=False).send(reap(folder))
     except Timeout:
         raise LabkitError(
-            f"run {folder.key} must have ended to be sent again, but its tracker is still at it. Wait for it."
+            f"run {folder.key} must have no tracker of its own at work to be sent from here. Wait for it."
         ) from None
 
 
-def main(arguments: list[str]) -> int:
-    """`RUN_DIR` tracks a run; `--sync RUN_DIR` and the others are the helpers of this package."""
-    ...
-    sys.exit(0)
+def log_notebook_now(folder: RunFolder) -> None:
+    """Log the executed notebook, once the run's tracker is done with it; in this process.
+
+    Raises:
+        LabkitError: the tracker did not end.
+    """
+    try:
+        with tracking_lock(folder).acquire(timeout=_LAST_TRACKER_S):
+            run = MlflowRun(folder)
+            if run.state.run_id:
+                run.log_notebook()
+    except Timeout:
+        raise LabkitError(
+            f"the tracker of run {folder.key} must end before its notebook is logged. Try again later."
+        ) from None

@@ -33,7 +33,7 @@ class Dashboard:
     """
 
     def __init__(self, run: Any = "latest", *, on_final: Callable[[RunStatus], None] | None = None) -> None:
-        self.run: launch.Run = run if hasattr(run, "status") else launch.attach(folder_of(run))
+        self.run: launch.Run = run if isinstance(run, launch.Run) else launch.attach(folder_of(run))
         self._on_final = on_final
         self._closed = threading.Event()
         self._stopping = threading.Lock()

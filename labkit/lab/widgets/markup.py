@@ -15,7 +15,10 @@ _MARKS = {
     RunState.TIMEOUT: "⌛",
     RunState.LOST: "?",
 }
-_PRE = "white-space:pre-wrap;overflow-wrap:anywhere;max-height:22em;overflow-y:auto;margin:4px 0;line-height:1.35"
+_PRE = (
+    "white-space:pre-wrap;overflow-wrap:anywhere;max-height:22em;overflow-y:auto;"
+    "margin:4px 0;line-height:1.35"
+)
 
 
 def status_line(folder: RunFolder, status: RunStatus, progress: Progress) -> str:

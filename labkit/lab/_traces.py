@@ -1,0 +1,163 @@
+"""The marks that figures are made of: lines with their names at the end, stacked bars by part."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import plotly.graph_objects as go
+
+from labkit.lab.series import PARTS, Line, Series
+from labkit.lab.stretches import decimate, step_bounds, stretch_means, worker_means_ms
+
+MAX_POINTS = 2000
+"""Points of one trace at the most; the full data stays in the run folder."""
+
+_NUM_STRETCHES = 30
+_BLUE, _VERMILLION, BLACK = "#0072B2", "#D55E00", "#222222"
+
+
+@dataclass(frozen=True)
+class _Pen:
+    color: str
+    dash: str
+    symbol: str
+
+
+_PENS = {"train": _Pen(_BLUE, "solid", "circle"), "val": _Pen(_VERMILLION, "dash", "diamond")}
+
+_PART_STYLES = {
+    "compute": ("computing", "#0072B2", ""),
+    "communicate": ("communicating", "#E69F00", "/"),
+    "wait": ("waiting", "#CC79A7", "x"),
+    "data": ("loading data", "#009E73", "."),
+}
+
+
+def learning(series: Series, name: str) -> list[Any]:
+    """Train and val lines of `loss` or `accuracy`: line, end label and mark of each."""
+    lines = {kind: series.line(f"{kind}/{name}") for kind in _PENS}
+    is_val_above = (newest(lines["val"]) or 0.0) > (newest(lines["train"]) or 0.0)
+    places = {"train": "bottom right", "val": "top right"}
+    if not is_val_above:
+        places = {"train": "top right", "val": "bottom right"}
+    return [
+        trace for kind, pen in _PENS.items() for trace in _line_traces(lines[kind], pen, kind, places[kind])
+    ]
+
+
+def speed(series: Series) -> list[Any]:
+    return _line_traces(series.line("perf/samples_per_s"), _PENS["train"], "", "middle right")
+
+
+def _line_traces(line: Line, pen: _Pen, name: str, place: str) -> list[Any]:
+    """A line; its name and newest value at its end; a cross where it first was not finite."""
+    steps, values = decimate(line, MAX_POINTS)
+    return [
+        go.Scatter(
+            x=steps,
+            y=values,
+            name=name,
+            mode="lines+markers",
+            line={"color": pen.color, "dash": pen.dash, "width": 2},
+            marker={"color": pen.color, "symbol": pen.symbol, "size": 7, "maxdisplayed": 15},
+            showlegend=False,
+            hovertemplate=f"step %{{x}}: {name} %{{y:.4g}}<extra></extra>",
+        ),
+        _end_label(line, pen, name, place),
+        _cross(line, name),
+    ]
+
+
+def _end_label(line: Line, pen: _Pen, name: str, place: str) -> Any:
+    value = newest(line)
+    at = [] if value is None else [line.steps[-1 - next(_finite_from_end(line))]]
+    return go.Scatter(
+        x=at,
+        y=[value] if at else [],
+        text=[f"  {name} {_number(value or 0.0)}"] if at else [],
+        mode="text",
+        textposition=place,
+        textfont={"color": pen.color, "size": 13},
+        cliponaxis=False,
+        showlegend=False,
+        hoverinfo="skip",
+    )
+
+
+def _cross(line: Line, name: str) -> Any:
+    step = line.first_nonfinite
+    before = [v for s, v in zip(line.steps, line.values, strict=True) if v is not None and s < (step or 0)]
+    height = before[-1] if before else (newest(line) or 0.0)
+    return go.Scatter(
+        x=[] if step is None else [step],
+        y=[] if step is None else [height],
+        text=[] if step is None else [f"{name} {line.nonfinite[step]} at step {step}"],
+        mode="markers+text",
+        textposition="bottom right",
+        textfont={"color": BLACK, "size": 13},
+        marker={"symbol": "x", "size": 12, "color": BLACK},
+        cliponaxis=False,
+        showlegend=False,
+        hoverinfo="text",
+    )
+
+
+def split(series: Series) -> list[Any]:
+    """Stacked bars over stretches of steps, one trace for each part."""
+    bounds = step_bounds(series, _NUM_STRETCHES)
+    pairs = list(zip(bounds, bounds[1:], strict=False))
+    return [
+        go.Bar(
+            x=[(low + high - 1) / 2 for low, high in pairs],
+            width=[(high - low) * 0.9 for low, high in pairs],
+            y=stretch_means(series.line(f"perf/{part}_ms"), bounds),
+            text=[f"steps {low}-{high - 1}" if high - low > 1 else f"step {low}" for low, high in pairs],
+            textposition="none",
+            hovertemplate=f"%{{text}}: {_PART_STYLES[part][0]} %{{y:.2f}} ms<extra></extra>",
+            **_part_style(part),
+        )
+        for part in PARTS
+    ]
+
+
+def worker_bars(series: Series, has_legend: bool = True) -> list[Any]:
+    """Stacked horizontal bars, one for each worker, one trace for each part."""
+    rows = [series.workers[rank] for rank in sorted(series.workers)]
+    means = [worker_means_ms(worker) for worker in rows]
+    return [
+        go.Bar(
+            orientation="h",
+            y=[worker.label for worker in rows],
+            x=[mean[part] for mean in means],
+            hovertemplate=f"%{{y}}: {_PART_STYLES[part][0]} %{{x:.2f}} ms<extra></extra>",
+            **{**_part_style(part), "showlegend": has_legend},
+        )
+        for part in PARTS
+    ]
+
+
+def _part_style(part: str) -> dict[str, Any]:
+    name, color, pattern = _PART_STYLES[part]
+    return {
+        "name": name,
+        "legendgroup": part,
+        "marker": {
+            "color": color,
+            "pattern": {"shape": pattern, "size": 6, "solidity": 0.25, "fgcolor": "white", "bgcolor": color},
+            "line": {"width": 0},
+        },
+    }
+
+
+def newest(line: Line) -> float | None:
+    """The newest value that is finite."""
+    return next((line.values[-1 - back] for back in _finite_from_end(line)), None)
+
+
+def _finite_from_end(line: Line) -> Iterator[int]:
+    """How far from the end the finite values stand, the last first."""
+    return (back for back, value in enumerate(reversed(line.values)) if value is not None)
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"

@@ -1,0 +1,332 @@
+"""Run a notebook as a batch: parameters checked, its state kept, its executed copy in `runs/`."""
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import nbformat
+from nbclient.exceptions import DeadKernelError
+from nbformat import NotebookNode
+
+from labkit.errors import ConfigError, LabkitError
+from labkit.lab import parameters
+from labkit.lab._execution import Execution, KernelNotStarted, Outcome
+from labkit.lab._kernel import Limits, Watchdog
+from labkit.lab.notebook_folder import NotebookFolder, folder_for, notebook_key
+from labkit.runfolder import RunError, RunFolder, RunState, RunStatus, runs_root, write_atomically
+
+__all__ = ["Limits", "NotebookResult", "read_notebook", "run_notebook"]
+
+_DEAD_KERNEL = 138  # papermill's own choice
+_DEFAULT_LIMITS = Limits()
+
+
+@dataclass(frozen=True)
+class NotebookResult:
+    """How a notebook ended.
+
+    Attributes:
+        state: finished, failed, killed or timeout.
+        exit_code: What a command that ran it ends with: 0, 1 a cell failed, 124 time-out,
+            130 interrupted, 138 the kernel died.
+        folder: Its folder under `runs/notebooks/`.
+        notebook: The executed copy.
+        error: Why it did not finish, and the traceback; None when it did.
+        runs: The runs that it started.
+        is_reused: It had finished before and was not run again.
+    """
+
+    state: RunState
+    exit_code: int
+    folder: NotebookFolder
+    notebook: Path
+    error: RunError | None = None
+    runs: tuple[RunFolder, ...] = ()
+    is_reused: bool = False
+
+
+def read_notebook(path: str | Path) -> NotebookNode:
+    """Read a notebook.
+
+    Raises:
+        ConfigError: there is no such file, it is not a notebook, or not one in Python.
+    """
+    path = Path(path)
+    try:
+        notebook = nbformat.reads(path.read_text(encoding="utf-8"), as_version=4)
+        cells = notebook.cells
+    except FileNotFoundError:
+        raise ConfigError(f"notebook must be an existing file, got {path}. Check the path.") from None
+    except OSError as error:
+        raise ConfigError(f"notebook must be readable, got {path}: {error.strerror}. Check it.") from None
+    except Exception as error:  # nbformat raises whatever it stumbles on
+        raise ConfigError(
+            f"notebook must be a Jupyter notebook, got {path}: {_first_line(error)}. "
+            "Open and save it in JupyterLab."
+        ) from None
+    language = notebook.metadata.get("kernelspec", {}).get("language") or "python"
+    if language != "python" or not cells:
+        what = f"a notebook in {language}" if cells else "one without cells"
+        raise ConfigError(f"notebook must be in Python and have cells, got {what}: {path}.")
+    return notebook
+
+
+def run_notebook(
+    path: str | Path,
+    values: Mapping[str, Any] | None = None,
+    *,
+    texts: Sequence[str] = (),
+    files: Sequence[str | Path] = (),
+    output: str | Path | None = None,
+    is_repeat: bool = False,
+    limits: Limits = _DEFAULT_LIMITS,
+    echo: Callable[[str], None] | None = None,
+) -> NotebookResult:
+    """Execute a notebook with parameters, in a kernel of this very interpreter.
+
+    The same notebook with the same parameters and the same labkit is executed once: when that has
+    finished, its result is returned. The kernel runs in the notebook's own folder, sees LABKIT_BATCH=1
+    and, in LABKIT_NOTEBOOK_DIR, the folder in which the executed copy grows. A copy is put beside every
+    run that the notebook started.
+
+    A Ctrl-C or SIGTERM stops the notebook, not the caller: the state is `killed`, the exit code 130.
+
+    Args:
+        path: The notebook; exactly one of its code cells is tagged `parameters`.
+        values: Parameters as Python values.
+        texts: Parameters as `name=value`, typed on a command line; they win over values.
+        files: YAML or JSON files of parameters; values win over these.
+        output: Where to put one more copy of the executed notebook.
+        is_repeat: Execute again, in a folder of its own, although it has finished.
+        limits: How long things may take.
+        echo: Takes progress, a line at a time; default: print.
+
+    Raises:
+        ConfigError: the notebook, a parameter or a folder is wrong, or the same is running already.
+            Nothing was started.
+    """
+    path, echo = Path(path), echo or _print_line
+    source = read_notebook(path)
+    schema = parameters.read_schema(source, path.name)
+    given = parameters.already_injected(source, schema)
+    given |= parameters.collect(schema, values, texts=texts, files=files)
+    effective = {name: given.get(name, declared.default) for name, declared in schema.items()}
+    copy_to = _checked_output(path, output)
+    _use_python3(source, echo)
+    plain = parameters.inject(source, {})
+    folder = folder_for(path.stem, notebook_key(plain, effective), is_repeat=is_repeat)
+    status = folder.claim()
+    if status is None:
+        echo(f"already finished: {folder.path}; --force runs it again")
+        _copy(folder, copy_to)
+        return NotebookResult(
+            RunState.FINISHED,
+            0,
+            folder,
+            folder.notebook_file,
+            runs=tuple(folder.started_runs()),
+            is_reused=True,
+        )
+    folder.write_parameters(given, effective)
+    echo(f"{path.name} runs in {folder.path}")
+    result = _execute(parameters.inject(source, given), path, folder, status, limits, echo)
+    _copy(folder, copy_to)
+    return result
+
+
+def _execute(
+    notebook: NotebookNode,
+    path: Path,
+    folder: NotebookFolder,
+    status: RunStatus,
+    limits: Limits,
+    echo: Callable[[str], None],
+) -> NotebookResult:
+    def beat() -> None:
+        folder.write_status(status.model_copy(update={"heartbeat_at": time.time()}))
+
+    watchdog = Watchdog(limits, folder.stop_file, beat)
+    execution = Execution(
+        name=path.name,
+        file=folder.notebook_file,
+        kernel_log=folder.kernel_log,
+        environment=_environment(folder),
+        working_dir=path.absolute().parent,
+        limits=limits,
+        watchdog=watchdog,
+        echo=echo,
+    )
+    failure: BaseException | None = None
+    watchdog.start()
+    try:
+        with _signals_stop(watchdog):
+            execution.run(notebook)
+    except (DeadKernelError, KernelNotStarted) as error:
+        failure = error
+    except BaseException as error:
+        failure = error
+        if not isinstance(error, Exception):
+            raise
+    finally:
+        watchdog.close()
+        state, exit_code, error_record = _judge(execution.outcome, watchdog, failure)
+        now = time.time()
+        ended = status.model_copy(
+            update={"state": state, "error": error_record, "ended_at": now, "heartbeat_at": now}
+        )
+        folder.write_status(ended)
+    _add_note(execution, error_record)
+    _hand_to_runs(folder, echo)
+    return NotebookResult(
+        state, exit_code, folder, folder.notebook_file, error_record, tuple(folder.started_runs())
+    )
+
+
+def _judge(
+    outcome: Outcome, watchdog: Watchdog, failure: BaseException | None
+) -> tuple[RunState, int, RunError | None]:
+    """State, exit code and cause, from what the cells, the kernel and the clock say."""
+    if outcome.is_complete:
+        return RunState.FINISHED, 0, None
+    place = f" ({outcome.cell})" if outcome.cell else ""
+    traceback = outcome.error[2] if outcome.error else ""
+    if watchdog.verdict is not None:
+        state, reason = watchdog.verdict
+        code = _DEAD_KERNEL if state is RunState.FAILED else state.exit_code
+        return state, code, RunError(message=reason + place, traceback=traceback)
+    if isinstance(failure, KernelNotStarted):
+        return (
+            RunState.FAILED,
+            _DEAD_KERNEL,
+            RunError(message=f"{failure}. See kernel.log beside the notebook."),
+        )
+    if isinstance(failure, DeadKernelError):
+        return RunState.FAILED, _DEAD_KERNEL, RunError(message=_death(outcome) + place)
+    if failure is not None:
+        return (
+            RunState.FAILED,
+            1,
+            RunError(message=f"{type(failure).__name__}: {_first_line(failure)}{place}"),
+        )
+    if outcome.is_polite_exit:
+        left = outcome.num_cells - outcome.num_done - 1
+        message = f"sys.exit() ended the notebook{place} with {left} cells to go. Raise an error, or drop it."
+        return RunState.FAILED, 1, RunError(message=message, traceback=traceback)
+    name, text, _ = outcome.error or ("Error", "the notebook did not run to its end", "")
+    return RunState.FAILED, 1, RunError(message=f"{name}: {text}{place}", traceback=traceback)
+
+
+def _death(outcome: Outcome) -> str:
+    code = outcome.return_code
+    if code is None or code >= 0:
+        return f"kernel exited (code {code})"
+    hint = ", often for want of memory," if -code == signal.SIGKILL else ""
+    return f"kernel died (signal {-code}){hint}"
+
+
+def _environment(folder: NotebookFolder) -> dict[str, str]:
+    return {
+        **os.environ,
+        "LABKIT_BATCH": "1",
+        "LABKIT_NOTEBOOK_DIR": str(folder.path),
+        "LABKIT_RUNS": str(runs_root()),  # it may be relative to where we are, which the kernel is not
+        "PYDEVD_DISABLE_FILE_VALIDATION": "1",  # else the debugger complains about frozen modules
+    }
+
+
+def _use_python3(notebook: NotebookNode, echo: Callable[[str], None]) -> None:
+    """A kernel's name means something on the machine it was saved on; here there is one kernel."""
+    saved = notebook.metadata.get("kernelspec", {}).get("name", "python3")
+    if saved != "python3":
+        echo(f"notebook was saved with the kernel {saved!r}; it runs with python3 of {sys.prefix}")
+    notebook.metadata["kernelspec"] = NotebookNode(name="python3", display_name="Python 3", language="python")
+
+
+def _checked_output(path: Path, output: str | Path | None) -> Path | None:
+    """Make the folder that the copy goes to, before anything runs."""
+    if output is None:
+        return None
+    output = Path(output).absolute()
+    if output.is_dir() or output.resolve() == path.resolve():
+        what = "a folder" if output.is_dir() else "the notebook itself"
+        raise ConfigError(f"output must be the path of a new notebook, got {what}: {output}. Name another.")
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"output's folder must be writable, got {output.parent}: {error.strerror}. Name another."
+        ) from None
+    return output
+
+
+def _copy(folder: NotebookFolder, output: Path | None) -> None:
+    if output is None or not folder.notebook_file.is_file():
+        return
+    try:
+        write_atomically(output, folder.notebook_file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise LabkitError(
+            f"output must be writable, got {output}: {error.strerror}. The executed notebook is "
+            f"{folder.notebook_file}."
+        ) from None
+
+
+def _add_note(execution: Execution, error: RunError | None) -> None:
+    """Say in the executed copy why it ends where it does, if no cell says so."""
+    if execution.notebook is None or error is None or execution.outcome.error is not None:
+        return
+    note = nbformat.v4.new_output("stream", name="stderr", text=f"labkit: {error.message}\n")
+    for cell in reversed(execution.notebook.cells):
+        if cell.cell_type == "code" and cell.metadata.get("papermill", {}).get("status") == "failed":
+            cell.outputs.append(note)
+            break
+    with contextlib.suppress(OSError):  # a full disk: the state is written, the note is a nicety
+        execution.save()
+
+
+def _hand_to_runs(folder: NotebookFolder, echo: Callable[[str], None]) -> None:
+    """Put the executed copy beside each run that the notebook started, and into its MLflow run."""
+    for run in folder.started_runs():
+        try:
+            from labkit.lab.tracking import log_notebook
+
+            write_atomically(run.notebook_file, folder.notebook_file.read_text(encoding="utf-8"))
+            log_notebook(run)
+        except Exception as error:  # the notebook's own result must not depend on it
+            echo(f"the executed notebook did not reach run {run.key}: {_first_line(error)}")
+
+
+@contextlib.contextmanager
+def _signals_stop(watchdog: Watchdog) -> Iterator[None]:
+    """Ctrl-C, SIGTERM and a closed terminal interrupt the notebook; a second one kills the kernel."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def on_signal(number: int, _frame: object) -> None:
+        watchdog.stop(RunState.KILLED, f"interrupted (signal {number})")
+
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {n: signal.getsignal(n) for n in numbers if signal.getsignal(n) is not signal.SIG_IGN}
+    for number in before:
+        signal.signal(number, on_signal)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def _print_line(line: str) -> None:
+    print(line, flush=True)
