@@ -12,11 +12,12 @@ if TYPE_CHECKING:
     from labkit.lab import figures, tables
     from labkit.lab.command import as_command
     from labkit.lab.failure import raise_if_failed
+    from labkit.lab.interactive import is_interactive
     from labkit.lab.next_steps import next_steps
     from labkit.lab.progress import wait_with_lines
     from labkit.lab.report import record_verdict, write_report
     from labkit.lab.series import read_series
-    from labkit.lab.show import is_interactive, show
+    from labkit.lab.show import show
     from labkit.lab.stretches import time_shares
     from labkit.lab.widgets.dashboard import Dashboard
     from labkit.lab.widgets.form import Form
@@ -28,11 +29,12 @@ _HOME = {
     "labkit.errors": ("ConfigError", "LabkitError", "RunFailed"),
     "labkit.lab.command": ("as_command",),
     "labkit.lab.failure": ("raise_if_failed",),
+    "labkit.lab.interactive": ("is_interactive",),
     "labkit.lab.next_steps": ("next_steps",),
     "labkit.lab.progress": ("wait_with_lines",),
     "labkit.lab.report": ("record_verdict", "write_report"),
     "labkit.lab.series": ("read_series",),
-    "labkit.lab.show": ("is_interactive", "show"),
+    "labkit.lab.show": ("show",),
     "labkit.lab.stretches": ("time_shares",),
     "labkit.lab.widgets.dashboard": ("Dashboard",),
     "labkit.lab.widgets.form": ("Form",),

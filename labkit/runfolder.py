@@ -179,8 +179,16 @@ def runs_root() -> Path:
 class RunFolder:
     """One run on disk. Reading needs no lock: every file is replaced whole or only appended to."""
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, *, node: str | None = None) -> None:
+        """Name a run.
+
+        Args:
+            path: Its folder.
+            node: Set on a machine that takes part in a run which another machine owns: the state and
+                the supervisor's log are then those of this node.
+        """
         self.path = Path(path).absolute()
+        self.node = node
 
     def __repr__(self) -> str:
         return f"RunFolder({str(self.path)!r})"
@@ -193,7 +201,6 @@ class RunFolder:
     config_file = property(lambda self: self.path / "config.json")
     code_dir = property(lambda self: self.path / "code")
     env_file = property(lambda self: self.path / "env.json")
-    status_file = property(lambda self: self.path / "status.json")
     tracking_file = property(lambda self: self.path / "tracking.json")
     result_file = property(lambda self: self.path / "result.json")
     verdict_file = property(lambda self: self.path / "verdict.json")
@@ -206,17 +213,26 @@ class RunFolder:
     errors_dir = property(lambda self: self.path / "errors")
     logs_dir = property(lambda self: self.path / "logs")
     checkpoints_dir = property(lambda self: self.path / "checkpoints")
-    supervisor_log = property(lambda self: self.path / "logs" / "supervisor.log")
     tracker_log = property(lambda self: self.path / "logs" / "tracker.log")
     status_lock_file = property(lambda self: self.path / ".status.lock")
     tracking_lock_file = property(lambda self: self.path / ".tracking.lock")
+
+    @property
+    def status_file(self) -> Path:
+        """State of the run, or of one node's part in it."""
+        return self.path / "nodes" / f"{self.node}.json" if self.node else self.path / "status.json"
+
+    @property
+    def supervisor_log(self) -> Path:
+        """What the supervisor said."""
+        return self.logs_dir / (f"supervisor-{self.node}.log" if self.node else "supervisor.log")
 
     def events_file(self, rank: int) -> Path:
         """Events of one worker."""
         return self.events_dir / f"rank{rank:04d}.jsonl"
 
     def alive_file(self, rank: int) -> Path:
-        """Touched by the worker once a second."""
+        """Holds the worker's process number; touched by it once a second."""
         return self.alive_dir / f"rank{rank:04d}"
 
     def error_file(self, rank: int) -> Path:
@@ -249,6 +265,7 @@ class RunFolder:
                 self.errors_dir,
                 self.logs_dir,
                 self.checkpoints_dir,
+                self.status_file.parent,
             ):
                 folder.mkdir(parents=True, exist_ok=True)
             self.write_config(config)

@@ -7,8 +7,9 @@ from typing import Any
 import click
 
 from labkit.cli.follow import follow
-from labkit.cli.output import json_option, print_json
+from labkit.cli.output import json_option, print_json, starting
 from labkit.cli.report import report
+from labkit.cli.run import see_through
 from labkit.errors import ConfigError
 from labkit.launch.reap import reap
 from labkit.runfolder import RunFolder, find_run
@@ -154,9 +155,9 @@ def resume(run: str, overrides: tuple[str, ...], is_detached: bool, is_json: boo
       labkit resume 3f9a engine.num_epochs=20
     """
     from labkit import launch
-    from labkit.cli.run import see_through
 
-    handle = launch.resume(find_run(run), overrides, is_detached=is_detached)
+    with starting():
+        handle = launch.resume(find_run(run), overrides, is_detached=is_detached)
     return see_through(handle, is_detached=is_detached, is_json=is_json)
 
 

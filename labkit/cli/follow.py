@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import click
 
 from labkit.cli.output import is_terminal
+from labkit.errors import LabkitError
 from labkit.lab.progress import Progress, progress_line, progress_of
 from labkit.lab.series import SeriesReader
 from labkit.launch import Run
@@ -16,6 +17,12 @@ from labkit.launch.reap import end_leftover_workers
 from labkit.runfolder import RunFolder, RunStatus
 
 _LINE_EVERY_S = 5.0
+
+
+class Detached(LabkitError):
+    """Somebody had enough of following a run, which goes on."""
+
+    exit_code = 130
 
 
 def follow(run: Run, *, is_ours: bool) -> RunStatus:
@@ -30,14 +37,16 @@ def follow(run: Run, *, is_ours: bool) -> RunStatus:
         The final status.
 
     Raises:
-        KeyboardInterrupt: Ctrl-C on a run that is not ours, or that has ended already.
+        Detached: Ctrl-C on a run that is not ours.
+        KeyboardInterrupt: Ctrl-C while MLflow gets the rest of a run that has ended.
     """
     reader = SeriesReader(run.folder)
     with _Interrupts() as interrupts, _display() as display:
 
         def on_poll(status: RunStatus) -> None:
-            reader.update()
-            display.show(progress_of(reader.series))
+            if not status.state.is_final:  # the report says how it ended
+                reader.update()
+                display.show(progress_of(reader.series))
             if interrupts.take():
                 _interrupt(run.folder, status, display, interrupts.count if is_ours else 0)
 
@@ -49,8 +58,7 @@ def _interrupt(folder: RunFolder, status: RunStatus, display: "_Display", count:
     if status.state.is_final:
         raise KeyboardInterrupt
     if count == 0:
-        display.say(f"Detached. The run goes on: labkit attach {folder.key}")
-        raise KeyboardInterrupt
+        raise Detached(f"detached, the run goes on. Again: labkit attach {folder.key}")
     if count == 1:
         display.say("Stopping. Ctrl-C again kills the workers.")
         folder.stop_file.touch()

@@ -4,7 +4,9 @@ import json
 import math
 import os
 import sys
-from collections.abc import Iterable, Sequence
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import IO, Any
 
 import click
@@ -75,3 +77,16 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     from rich.console import Console
 
     Console().print(table(columns, rows))
+
+
+@contextmanager
+def starting() -> Iterator[None]:
+    """Around the start of a run: say on stderr what takes so long, if it does."""
+    text = "Starting: importing torch takes some seconds."
+    timer = threading.Timer(1.0, click.echo, [text], {"err": True})
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()

@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from labkit.cli.follow import follow
-from labkit.cli.output import json_option
+from labkit.cli.output import json_option, starting
 from labkit.cli.report import final_figures, report
 from labkit.config import ExperimentConfig
 from labkit.errors import ConfigError
@@ -38,7 +38,8 @@ def reproduce(run: str, is_json: bool) -> int:
         )
     from labkit import launch
 
-    handle = launch.start(config, is_repeat=True, command=shlex.join(["labkit", *sys.argv[1:]]))
+    with starting():
+        handle = launch.start(config, is_repeat=True, command=shlex.join(["labkit", *sys.argv[1:]]))
     status = follow(handle, is_ours=True)
     found = comparison(original, handle.folder)
     report(handle.folder, status, is_json=is_json, extra={"original": original.key, **found})

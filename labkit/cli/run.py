@@ -9,7 +9,7 @@ import click
 from labkit.cli.experiment import build_config, experiment_options, read_choice
 from labkit.cli.follow import follow
 from labkit.cli.notebook import run_notebook
-from labkit.cli.output import json_option, print_json
+from labkit.cli.output import json_option, print_json, starting
 from labkit.cli.report import report, summary_of
 from labkit.config import ExperimentConfig, to_yaml
 from labkit.errors import ConfigError
@@ -76,13 +76,14 @@ def _start(
 ) -> "Run":
     from labkit import launch
 
-    return launch.start(
-        config,
-        is_repeat=is_forced,
-        is_detached=is_detached,
-        **({"rendezvous": rendezvous, "node": node} if rendezvous or node else {}),
-        command=shlex.join(["labkit", *sys.argv[1:]]),
-    )
+    with starting():
+        return launch.start(
+            config,
+            is_repeat=is_forced,
+            is_detached=is_detached,
+            **({"rendezvous": rendezvous, "node": node} if rendezvous or node else {}),
+            command=shlex.join(["labkit", *sys.argv[1:]]),
+        )
 
 
 def see_through(run: "Run", *, is_detached: bool, is_json: bool) -> int:

@@ -1,7 +1,14 @@
 """Communication between workers. Only this package knows torch.distributed."""
 
 from labkit.comm.communicator import Communicator, GroupCommunicator, PeerError, SoloCommunicator, Work
-from labkit.comm.rendezvous import Rendezvous, StoreServer, join
+from labkit.comm.rendezvous import (
+    Rendezvous,
+    StoreClient,
+    StoreServer,
+    address_towards,
+    interface_towards,
+    join,
+)
 
 __all__ = [
     "Communicator",
@@ -9,7 +16,10 @@ __all__ = [
     "PeerError",
     "Rendezvous",
     "SoloCommunicator",
+    "StoreClient",
     "StoreServer",
     "Work",
+    "address_towards",
+    "interface_towards",
     "join",
 ]

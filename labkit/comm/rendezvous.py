@@ -9,6 +9,7 @@ import socket
 from dataclasses import dataclass
 from datetime import timedelta
 
+import psutil
 import torch
 import torch.distributed as dist
 
@@ -31,10 +32,48 @@ class Rendezvous:
     generation: str
 
 
-class StoreServer:
+class _Texts:
+    """Short texts in the store, by which the supervisors of several machines talk."""
+
+    def __init__(self) -> None:
+        self._store: dist.TCPStore | None = None
+
+    def put(self, key: str, text: str) -> None:
+        """Set a text.
+
+        Raises:
+            PeerError: the store is gone.
+        """
+        try:
+            self._open_store().set(f"labkit/{key}", text)
+        except RuntimeError as error:
+            raise PeerError(f"the store at the first node is gone: {error}".splitlines()[0]) from error
+
+    def get(self, key: str) -> str | None:
+        """Read a text; None while it is not set.
+
+        Raises:
+            PeerError: the store is gone.
+        """
+        try:
+            store = self._open_store()
+            if not store.check([f"labkit/{key}"]):
+                return None
+            return str(store.get(f"labkit/{key}").decode())
+        except RuntimeError as error:
+            raise PeerError(f"the store at the first node is gone: {error}".splitlines()[0]) from error
+
+    def _open_store(self) -> dist.TCPStore:
+        if self._store is None:
+            raise PeerError("the store is not open")
+        return self._store
+
+
+class StoreServer(_Texts):
     """The store, served by this process on one address only."""
 
     def __init__(self, host: str = "127.0.0.1", port: int = 0) -> None:
+        super().__init__()
         try:
             self._socket = socket.create_server((host, port))
         except OSError as error:
@@ -45,11 +84,11 @@ class StoreServer:
         self.host = host
         self.port: int = self._socket.getsockname()[1]
         self._fd = self._socket.fileno()
-        self._store: dist.TCPStore | None = None
 
-    def address(self, generation: str) -> Rendezvous:
-        """Where the workers of one generation meet."""
-        return Rendezvous(self.host, self.port, generation)
+    @property
+    def is_open(self) -> bool:
+        """It answers."""
+        return self._store is not None
 
     def fileno(self) -> int:
         """The listening socket, which forked workers must close."""
@@ -71,6 +110,48 @@ class StoreServer:
         """Stop answering."""
         self._store = None
         self._socket.close()
+
+
+class StoreClient(_Texts):
+    """The store of another machine."""
+
+    def __init__(self, host: str, port: int, timeout_s: float) -> None:
+        """Connect; wait for the server to come.
+
+        Raises:
+            PeerError: it did not come in time.
+        """
+        super().__init__()
+        try:
+            self._store = dist.TCPStore(
+                host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
+            )
+        except RuntimeError as error:
+            raise PeerError(
+                f"the first node must answer at {host}:{port} within {timeout_s:g} s, got: "
+                f"{str(error).strip().splitlines()[0]}"
+            ) from error
+
+
+def interface_towards(host: str) -> str:
+    """The network interface by which this machine reaches `host`.
+
+    gloo otherwise takes the address of the host name, which many machines map to loopback.
+    """
+    own = address_towards(host)
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(address.address == own for address in addresses):
+            return name
+    raise ConfigError(
+        f"rendezvous must be reachable by an interface of this machine, got {host}. Check the route."
+    )
+
+
+def address_towards(host: str) -> str:
+    """This machine's own address on the way to `host`."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, 9))
+        return str(probe.getsockname()[0])
 
 
 def join(

@@ -34,7 +34,6 @@ class WorkerTask:
         rank: Global rank.
         rendezvous: Where workers meet.
         attempt: 1, and one more after every resume or restart.
-        is_resume: Go on from the newest checkpoint.
         import_paths: Folders of the user's own modules.
     """
 
@@ -42,7 +41,6 @@ class WorkerTask:
     rank: int
     rendezvous: Rendezvous
     attempt: int
-    is_resume: bool
     import_paths: tuple[str, ...] = ()
 
 
@@ -76,6 +74,7 @@ def run_worker(task: WorkerTask) -> int:
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the supervisor, which decides
+    folder.error_file(task.rank).unlink(missing_ok=True)
     keep_alive(folder.alive_file(task.rank))
     sys.path[:0] = [path for path in task.import_paths if path not in sys.path]
     try:
@@ -102,8 +101,7 @@ def _train(folder: RunFolder, task: WorkerTask, stop: threading.Event) -> None:
     )
     try:
         trainer = Trainer(config, placement, comm, log, folder, device=device, is_stop_wanted=stop.is_set)
-        if task.is_resume:
-            trainer.resume()
+        trainer.resume()  # a fresh folder has no checkpoint: then this does nothing
         trainer.train()
         comm.barrier()  # nobody leaves while another still needs it
     finally:
@@ -145,12 +143,12 @@ def keep_alive(path: Path, interval_s: float = 1.0) -> None:
     def beat() -> None:
         while True:
             try:
-                path.touch()
+                os.utime(path)
             except OSError:
                 pass  # a full disk is not death; the supervisor sees the age
             time.sleep(interval_s)
 
-    path.touch()
+    path.write_text(str(os.getpid()))
     threading.Thread(target=beat, name="labkit-alive", daemon=True).start()
 
 
@@ -158,17 +156,24 @@ def _record(folder: RunFolder, task: WorkerTask, error: BaseException) -> None:
     text = "".join(traceback.format_exception(error))
     print(text, file=sys.stderr, flush=True)
     message = str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
+    is_peer_failure = isinstance(error, PeerError)
+    write_error(folder, task.rank, task.attempt, message, text, is_peer_failure=is_peer_failure)
+
+
+def write_error(
+    folder: RunFolder, rank: int, attempt: int, message: str, text: str, *, is_peer_failure: bool
+) -> None:
+    """Write `errors/rankNNNN.json`, from which the supervisor finds the root cause."""
     content = {
         "t": time.time(),
-        "rank": task.rank,
-        "attempt": task.attempt,
-        "message": message.splitlines()[0] if message else type(error).__name__,
+        "rank": rank,
+        "attempt": attempt,
+        "message": next(iter(message.splitlines()), "failed"),
         "traceback": text,
-        "is_peer_failure": isinstance(error, PeerError),
-        "is_config_error": isinstance(error, ConfigError),
+        "is_peer_failure": is_peer_failure,
     }
     try:
-        write_atomically(folder.error_file(task.rank), json.dumps(content, indent=1))
+        write_atomically(folder.error_file(rank), json.dumps(content, indent=1))
     except OSError as fault:
         print(f"the error file could not be written: {fault}", file=sys.stderr, flush=True)
 
@@ -176,29 +181,23 @@ def _record(folder: RunFolder, task: WorkerTask, error: BaseException) -> None:
 def main() -> None:
     """Entry of a worker that the elastic agent started: `python -m labkit.engine.worker`."""
     die_with_parent(os.getppid())
-    node_index = int(os.environ["LABKIT_NODE_INDEX"])
-    local_rank = int(os.environ["LOCAL_RANK"])
     folder = RunFolder(os.environ["LABKIT_RUN"])
-    config = folder.read_config()
-    rank = next(
-        place.rank
-        for place in placements(config.cluster)
-        if (place.node_index, place.local_rank) == (node_index, local_rank)
-    )
+    where = (int(os.environ["LABKIT_NODE_INDEX"]), int(os.environ["LOCAL_RANK"]))
+    places = placements(folder.read_config().cluster)
+    rank = next(place.rank for place in places if (place.node_index, place.local_rank) == where)
     redirect_output(folder, rank)
-    restart = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     task = WorkerTask(
         folder=str(folder.path),
         rank=rank,
-        # A new rendezvous round has a new port, the same on all nodes, though restarts are counted per node.
+        # Each rendezvous round has a new MASTER_PORT, the same on all nodes, though torch counts restarts
+        # per node: it names the generation, whose keys never mix with those of the dead one.
         rendezvous=Rendezvous(
             os.environ["LABKIT_STORE_HOST"],
             int(os.environ["LABKIT_STORE_PORT"]),
-            f"{os.environ['LABKIT_GENERATION']}/{os.environ['MASTER_PORT']}",
+            f"generation/{os.environ['LABKIT_ATTEMPT']}/{os.environ['MASTER_PORT']}",
         ),
-        attempt=int(os.environ["LABKIT_ATTEMPT"]),
-        is_resume=os.environ["LABKIT_IS_RESUME"] == "1" or restart > 0,
-        import_paths=tuple(filter(None, os.environ.get("LABKIT_IMPORT_PATHS", "").split(os.pathsep))),
+        attempt=int(os.environ["LABKIT_ATTEMPT"]) + int(os.environ["TORCHELASTIC_RESTART_COUNT"]),
+        import_paths=tuple(filter(None, os.environ["LABKIT_IMPORT_PATHS"].split(os.pathsep))),
     )
     code = run_worker(task)
     sys.stdout.flush()

@@ -39,7 +39,7 @@ class Limits:
 
     timeout_s: float | None = None
     start_timeout_s: int = 60
-    exit_timeout_s: float = 30.0
+    exit_timeout_s: float = 20.0  # with polling and clean-up: 30 s at most
     stopped_timeout_s: float = 60.0
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import plotly.graph_objects as go
 
 from labkit.lab.series import PARTS, Line, Series
-from labkit.lab.stretches import decimate, step_bounds, stretch_means, worker_means_ms
+from labkit.lab.stretches import decimate, speeds, step_bounds, stretch_means, worker_means_ms
 
 MAX_POINTS = 2000
 """Points of one trace at the most; the full data stays in the run folder."""
@@ -46,7 +46,13 @@ def learning(series: Series, name: str) -> list[Any]:
 
 
 def speed(series: Series) -> list[Any]:
-    return _line_traces(series.line("perf/samples_per_s"), _PENS["train"], "", "middle right")
+    """Samples per second, mean over stretches of steps: single steps jump by a factor of ten."""
+    bounds = step_bounds(series, _NUM_STRETCHES)
+    line = Line()
+    for high, rate in zip(bounds[1:], speeds(series, bounds), strict=True):
+        if rate is not None:
+            line.add(high - 1, rate)
+    return _line_traces(line, _PENS["train"], "", "middle right")
 
 
 def _line_traces(line: Line, pen: _Pen, name: str, place: str) -> list[Any]:

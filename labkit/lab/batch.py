@@ -195,40 +195,34 @@ def _judge(
     """State, exit code and cause, from what the cells, the kernel and the clock say."""
     if outcome.is_complete:
         return RunState.FINISHED, 0, None
-    place = f" ({outcome.cell})" if outcome.cell else ""
-    traceback = outcome.error[2] if outcome.error else ""
+    place = f" in {outcome.cell}" if outcome.cell else ""
+    state, exit_code = RunState.FAILED, 1
     if watchdog.verdict is not None:
         state, reason = watchdog.verdict
-        code = _DEAD_KERNEL if state is RunState.FAILED else state.exit_code
-        return state, code, RunError(message=reason + place, traceback=traceback)
-    if isinstance(failure, KernelNotStarted):
-        return (
-            RunState.FAILED,
-            _DEAD_KERNEL,
-            RunError(message=f"{failure}. See kernel.log beside the notebook."),
-        )
-    if isinstance(failure, DeadKernelError):
-        return RunState.FAILED, _DEAD_KERNEL, RunError(message=_death(outcome) + place)
-    if failure is not None:
-        return (
-            RunState.FAILED,
-            1,
-            RunError(message=f"{type(failure).__name__}: {_first_line(failure)}{place}"),
-        )
-    if outcome.is_polite_exit:
+        exit_code = _DEAD_KERNEL if state is RunState.FAILED else state.exit_code
+        message = reason + place
+    elif isinstance(failure, KernelNotStarted):
+        exit_code, message = _DEAD_KERNEL, f"{failure}. See kernel.log beside the notebook."
+    elif isinstance(failure, DeadKernelError):
+        exit_code, message = _DEAD_KERNEL, _death(outcome.return_code, place)
+    elif isinstance(failure, Exception):
+        message = f"{type(failure).__name__}: {_first_line(failure)}{place}"
+    elif failure is not None:  # a Ctrl-C that no handler took
+        state, exit_code, message = RunState.KILLED, RunState.KILLED.exit_code, f"interrupted{place}"
+    elif outcome.is_polite_exit:
         left = outcome.num_cells - outcome.num_done - 1
-        message = f"sys.exit() ended the notebook{place} with {left} cells to go. Raise an error, or drop it."
-        return RunState.FAILED, 1, RunError(message=message, traceback=traceback)
-    name, text, _ = outcome.error or ("Error", "the notebook did not run to its end", "")
-    return RunState.FAILED, 1, RunError(message=f"{name}: {text}{place}", traceback=traceback)
+        message = f"sys.exit() ended the notebook{place}, {left} still to go. Raise an error, or drop it."
+    else:
+        name, text, _ = outcome.error or ("Error", "the notebook did not run to its end", "")
+        message = f"{name}: {_first_line(text)}{place}"
+    return state, exit_code, RunError(message=message, traceback=outcome.error[2] if outcome.error else "")
 
 
-def _death(outcome: Outcome) -> str:
-    code = outcome.return_code
-    if code is None or code >= 0:
-        return f"kernel exited (code {code})"
-    hint = ", often for want of memory," if -code == signal.SIGKILL else ""
-    return f"kernel died (signal {-code}){hint}"
+def _death(return_code: int | None, place: str) -> str:
+    if return_code is None or return_code >= 0:
+        return f"kernel exited (code {return_code}){place}"
+    hint = "; often for want of memory" if -return_code == signal.SIGKILL else ""
+    return f"kernel died (signal {-return_code}){place}{hint}"
 
 
 def _environment(folder: NotebookFolder) -> dict[str, str]:
@@ -324,7 +318,7 @@ def _signals_stop(watchdog: Watchdog) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _first_line(error: BaseException) -> str:
+def _first_line(error: BaseException | str) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 

@@ -59,7 +59,7 @@ def accuracy(series: Series) -> go.Figure:
 
 def throughput(series: Series) -> go.Figure:
     """Samples per second of all workers together, by step."""
-    figure = _figure("Throughput", f"all workers together; {_extent(series)}")
+    figure = _figure("Throughput", f"{_SPEED}; {_extent(series)}")
     _add(figure, _traces.speed(series))
     return _with_axes(figure, "step", "samples/s", is_from_zero=True)
 
@@ -78,7 +78,7 @@ def workers(series: Series) -> go.Figure:
     _add(figure, _traces.worker_bars(series))
     figure.update_layout(barmode="stack", legend=_LEGEND, margin={"b": 95}, height=_height_px(series))
     figure.update_yaxes(autorange="reversed")
-    return _with_axes(figure, "ms per step", "")
+    return _with_axes(figure, "ms per step", "worker · node")
 
 
 def worker_heatmap(series: Series) -> go.Figure:
@@ -101,7 +101,7 @@ def worker_heatmap(series: Series) -> go.Figure:
     )
     figure.update_layout(height=_height_px(series))
     figure.update_yaxes(autorange="reversed")
-    return _with_axes(figure, "step", "")
+    return _with_axes(figure, "step", "worker · node")
 
 
 def overview(series: Series) -> go.Figure:
@@ -111,7 +111,7 @@ def overview(series: Series) -> go.Figure:
     """
     panels = [
         _heading("Loss", _LEARNING),
-        _heading("Throughput", "all workers together"),
+        _heading("Throughput", _SPEED),
         _heading("Time of a step", "mean over workers, without step 1"),
         _heading("Time of a step, by worker", "mean over steps, without step 1"),
     ]
@@ -130,7 +130,7 @@ def _style_overview(figure: go.Figure) -> None:
     _with_axes(figure, "step", "loss", row=1, col=1)
     _with_axes(figure, "step", "samples/s", is_from_zero=True, row=1, col=2)
     _with_axes(figure, "step", "ms", row=2, col=1)
-    _with_axes(figure, "ms per step", "", row=2, col=2)
+    _with_axes(figure, "ms per step", "worker · node", row=2, col=2)
     figure.update_yaxes(autorange="reversed", row=2, col=2)
     figure.update_annotations(font={"size": 15}, align="left", xanchor="left")
     for annotation, axis in zip(figure.layout.annotations, ("", "2", "3", "4"), strict=True):
@@ -148,6 +148,7 @@ def _style_overview(figure: go.Figure) -> None:
 
 # --- layout --------------------------------------------------------------------------------------
 
+_SPEED = "all workers, mean over stretches of steps"
 _LEARNING = "train: batch of each step; val: held-out samples"
 _LEGEND = {
     "orientation": "h",

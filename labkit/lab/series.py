@@ -70,8 +70,8 @@ class WorkerSeries:
 
     @property
     def label(self) -> str:
-        """How figures and tables name it."""
-        return f"worker {self.rank} · {self.node}" if self.node else f"worker {self.rank}"
+        """How figures and tables name it: `2 · node1`."""
+        return f"{self.rank} · {self.node}" if self.node else f"{self.rank} ·"
 
 
 @dataclass
@@ -107,9 +107,10 @@ class Series:
         """A metric's line, empty when nothing was written under this name (yet)."""
         return self.metrics.get(name) or Line()
 
-    def first(self, name: str) -> float | None:
-        """A metric's first value; None when there is none or it is not finite."""
-        return next(iter(self.line(name).values), None)
+    def change(self, name: str) -> str:
+        """How a metric went, in words: `val/loss went from 2.31 to 0.0725`."""
+        values = [value for value in self.line(name).values if value is not None]
+        return f"{name} went from {values[0]:.3g} to {values[-1]:.3g}" if values else f"{name} has no value"
 
     def last(self, name: str) -> float | None:
         """A metric's newest value; None when there is none or it is not finite."""

@@ -1,14 +1,14 @@
 """Show figures, tables and runs in a notebook: live for a person, small and still in a batch."""
 
 import json
-import os
+import re
 from typing import Any
 
 import plotly.graph_objects as go
-from IPython.core.getipython import get_ipython
 from IPython.display import display
 
 from labkit.lab import figures, tables
+from labkit.lab.interactive import is_interactive
 from labkit.lab.progress import wait_with_lines
 from labkit.lab.series import folder_of, read_series
 from labkit.lab.tables import Table
@@ -18,18 +18,6 @@ from labkit.runfolder import RunFolder
 PLOTLY_MIME = "application/vnd.plotly.v1+json"
 
 _TABLE_STYLE = "<style>.labkit-table td, .labkit-table th {text-align: right; padding: 2px 10px}</style>"
-
-
-def is_interactive() -> bool:
-    """A person sits in front of this notebook.
-
-    False in a script, with `LABKIT_BATCH=1` in the environment, and where papermill, nbconvert or
-    another nbclient executes the notebook: these tell the kernel that nobody can answer `input()`.
-    """
-    if os.environ.get("LABKIT_BATCH", "0") not in ("", "0"):
-        return False
-    kernel = getattr(get_ipython(), "kernel", None)
-    return kernel is not None and bool(getattr(kernel, "_allow_stdin", False))
 
 
 def show(thing: Any, table: Table | None = None) -> None:
@@ -63,12 +51,9 @@ def figure_bundle(figure: go.Figure) -> dict[str, Any]:
 
 def _title_of(content: dict[str, Any]) -> str:
     layout = content.get("layout", {})
-    title = layout.get("title", {}).get("text") or "; ".join(
-        note.get("text", "") for note in layout.get("annotations", [])
-    )
-    for tag in ("<b>", "</b>"):
-        title = title.replace(tag, "")
-    return f"[figure] {title.split('<br>')[0]}"
+    titled = [layout.get("title", {}), *layout.get("annotations", [])]
+    texts = [item.get("text", "").partition("<br>")[0] for item in titled]
+    return "[figure] " + "; ".join(re.sub(r"</?b>", "", text) for text in texts if text)
 
 
 def _show_figure(figure: go.Figure) -> None:

@@ -51,6 +51,26 @@ def stretch_means(line: Line, bounds: Sequence[int]) -> list[float | None]:
     return means
 
 
+def speeds(series: Series, bounds: Sequence[int]) -> list[float | None]:
+    """Samples per second in each stretch of steps: samples over the time of its steps, evaluation left out."""
+    steps_ms = stretch_means(series.line("perf/step_ms"), bounds)
+    counts = _stretch_samples(series, bounds)
+    return [
+        None if not ms or count is None else 1e3 * count / (ms * (high - low))
+        for low, high, ms, count in zip(bounds, bounds[1:], steps_ms, counts, strict=False)
+    ]
+
+
+def _stretch_samples(series: Series, bounds: Sequence[int]) -> list[float | None]:
+    """Samples trained on in each stretch, all workers."""
+    steps, totals = series.samples.steps, series.samples.values
+    reached = [totals[at - 1] if (at := bisect_left(steps, bound)) else 0.0 for bound in bounds]
+    return [
+        None if low is None or high is None else high - low
+        for low, high in zip(reached, reached[1:], strict=False)
+    ]
+
+
 def step_bounds(series: Series, max_stretches: int) -> list[int]:
     """Cut a run's steps into at most `max_stretches` stretches of like length.
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from labkit.lab.series import PARTS, Series
-from labkit.lab.stretches import busy_ms, step_bounds, stretch_means, worker_means_ms
+from labkit.lab.stretches import busy_ms, speeds, step_bounds, stretch_means, worker_means_ms
 
 _NUM_ROWS = 12
 _PART_NAMES = {
@@ -71,8 +71,7 @@ def accuracy(series: Series) -> Table:
 def throughput(series: Series) -> Table:
     """Samples per second over stretches of steps."""
     bounds = step_bounds(series, _NUM_ROWS)
-    means = stretch_means(series.line("perf/samples_per_s"), bounds)
-    rows = zip(_stretch_names(bounds), means, strict=True)
+    rows = zip(_stretch_names(bounds), speeds(series, bounds), strict=True)
     return Table("Throughput: mean over steps", ("steps", "samples/s"), tuple(rows))
 
 
@@ -96,7 +95,7 @@ def workers(series: Series) -> Table:
     names = tuple(f"{_PART_NAMES[part]} (ms)" for part in PARTS)
     return Table(
         "Time of a step, by worker: mean over steps, without step 1",
-        ("worker", "local batch", *names),
+        ("worker · node", "local batch", *names),
         tuple(rows),
     )
 
@@ -107,7 +106,7 @@ def worker_heatmap(series: Series) -> Table:
     rows = [(worker.label, *busy_ms(worker, bounds)) for _, worker in sorted(series.workers.items())]
     names = tuple(f"steps {name}" for name in _stretch_names(bounds))
     title = "Busy time (ms): computing and loading data, mean over steps"
-    return Table(title, ("worker", *names), tuple(rows))
+    return Table(title, ("worker · node", *names), tuple(rows))
 
 
 def overview(series: Series) -> Table:

@@ -6,15 +6,17 @@ from it and outlive it. It never initialises CUDA, so what is forked from it may
 
 import multiprocessing
 import os
-import signal
 import sys
 import threading
 import traceback
 from collections.abc import Callable
 from multiprocessing import forkserver as _forkserver
-from multiprocessing import resource_tracker, util
+from multiprocessing import resource_tracker
+from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
 from typing import Any
+
+from labkit.errors import LabkitError
 
 _PRELOAD = ["labkit.launch.preload"]
 _lock = threading.Lock()
@@ -33,41 +35,68 @@ def warm_up() -> None:
         _forkserver.ensure_running()
 
 
-def start_daemon(function: Callable[..., None], *arguments: Any) -> None:
-    """Run a function in a process of its own session that does not belong to this process.
+def start_daemon(function: Callable[..., None], *arguments: Any) -> Any:
+    """Run `function(reply, *arguments)` in a process of its own session that does not belong to this one.
 
     It is no child of ours: it does not end with us, leaves no zombie and does not hold up our exit.
 
     Args:
-        function: An importable function.
+        function: An importable function; it calls `reply(value)` once.
         arguments: Picklable.
+
+    Returns:
+        What it replied.
+
+    Raises:
+        LabkitError: what it raised before it replied.
     """
+    mine, theirs = multiprocessing.Pipe(duplex=False)
     with _lock:
-        process = _context().Process(target=_fork_away, args=(function, arguments, dict(os.environ)))
+        environment = dict(os.environ)
+        process = _context().Process(target=_fork_away, args=(theirs, function, arguments, environment))
         process.start()
+    theirs.close()
     process.join()
     process.close()
+    try:
+        is_good, value = mine.recv()
+    except EOFError:
+        raise LabkitError("the supervisor died before it could start the run; see its log") from None
+    finally:
+        mine.close()
+    if not is_good:
+        raise value
+    return value
 
 
 def _fork_away(
-    function: Callable[..., None], arguments: tuple[Any, ...], environment: dict[str, str]
+    pipe: Connection,
+    function: Callable[..., None],
+    arguments: tuple[Any, ...],
+    environment: dict[str, str],
 ) -> None:
     if os.fork():
         return  # the process in between ends here; the daemon belongs to init
     code = 1
     try:
         os.setsid()
-        signal.signal(signal.SIGINT, signal.default_int_handler)
         # The server's environment is that of its first launch; ours is that of this launch.
         os.environ.clear()
         os.environ.update(environment)
-        util._close_stdin()  # type: ignore[attr-defined]
-        function(*arguments)
+
+        def reply(value: Any) -> None:
+            pipe.send((True, value))
+            pipe.close()
+
+        function(reply, *arguments)
         code = 0
-    except SystemExit as error:
-        code = error.code if isinstance(error.code, int) else 1
-    except BaseException:  # noqa: BLE001 - the last place where it can be said
+    except BaseException as error:  # noqa: BLE001 - the last place where it can be said
         traceback.print_exc()
+        if not pipe.closed:
+            fault = (
+                error if isinstance(error, LabkitError) else LabkitError(f"the supervisor failed: {error!r}")
+            )
+            pipe.send((False, fault))
     finally:
         sys.stdout.flush()
         sys.stderr.flush()

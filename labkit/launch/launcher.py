@@ -1,5 +1,6 @@
 """The contract of everything that starts workers on this machine for a supervisor."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -47,3 +48,34 @@ class Launcher(Protocol):
     def kill(self) -> None:
         """End all workers at once (SIGKILL) and reap them."""
         ...
+
+
+class SeveralLaunchers:
+    """Several launchers as one, for several nodes on this machine."""
+
+    def __init__(self, launchers: Sequence[Launcher]) -> None:
+        self._launchers = launchers
+
+    def start(self) -> None:
+        for launcher in self._launchers:
+            launcher.start()
+
+    def sentinels(self) -> list[int]:
+        return [sentinel for launcher in self._launchers for sentinel in launcher.sentinels()]
+
+    def exits(self) -> list[Exit]:
+        return [end for launcher in self._launchers for end in launcher.exits()]
+
+    def is_over(self) -> bool:
+        return all(launcher.is_over() for launcher in self._launchers)
+
+    def pids(self) -> dict[int, int]:
+        return {rank: pid for launcher in self._launchers for rank, pid in launcher.pids().items()}
+
+    def terminate(self) -> None:
+        for launcher in self._launchers:
+            launcher.terminate()
+
+    def kill(self) -> None:
+        for launcher in self._launchers:
+            launcher.kill()

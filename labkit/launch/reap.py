@@ -26,8 +26,8 @@ def status_lock(folder: RunFolder) -> Iterator[None]:
 
 
 def is_unresponsive(status: RunStatus, timeout_s: float = 15.0) -> bool:
-    """The supervisor exists but gave no sign of life for `timeout_s`: stopped, or starved."""
-    if status.state.is_final or status.owner is None or not status.owner.is_alive():
+    """The supervisor of a running run exists but showed no life for `timeout_s`: stopped, or starved."""
+    if status.state is not RunState.RUNNING or status.owner is None or not status.owner.is_alive():
         return False
     return time.time() - status.heartbeat_at > timeout_s
 

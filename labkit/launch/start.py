@@ -1,9 +1,11 @@
 """Start a run: check everything, make its folder, hand it to a supervisor."""
 
+import contextlib
 import json
 import os
+import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from filelock import FileLock, Timeout
@@ -15,16 +17,30 @@ from labkit.launch.environment import describe_environment
 from labkit.launch.forkserver import start_daemon
 from labkit.launch.handle import Run
 from labkit.launch.reap import reap
-from labkit.runfolder import ProcessId, RunFolder, RunState, RunStatus, run_key, runs_root, write_atomically
+from labkit.runfolder import (
+    ProcessId,
+    RunError,
+    RunFolder,
+    RunState,
+    RunStatus,
+    run_key,
+    runs_root,
+    write_atomically,
+)
 
-_TAKE_OVER_S = 120.0
 _FIXED_ON_RESUME = ("model", "data", "seed", "name", "optimizer.name")
 
 
 def start(
-    config: ExperimentConfig, *, is_repeat: bool = False, is_detached: bool = False, command: str = ""
+    config: ExperimentConfig,
+    *,
+    is_repeat: bool = False,
+    is_detached: bool = False,
+    rendezvous: str | None = None,
+    node: str | None = None,
+    command: str = "",
 ) -> Run:
-    """Start a run and return at once.
+    """Start a run and return when its supervisor has taken over.
 
     A run is known by its content (configuration and code). An equal one that has finished is returned
     as it is; one that was interrupted goes on from its last checkpoint.
@@ -33,40 +49,98 @@ def start(
         config: The experiment.
         is_repeat: Run it again beside an equal one, in a folder of its own.
         is_detached: Go on when this process ends; otherwise the run is stopped then.
+        rendezvous: HOST:PORT of the first node, to run on several machines: start the same experiment
+            on each of them. None: all nodes are emulated by processes on this machine.
+        node: Which node of the cluster this machine is; default: the one named as the host is.
         command: What the user typed, for the record.
 
     Raises:
         ConfigError: the user's module is missing, the folder can't be written, or the run is running.
+        LabkitError: the first node does not answer.
     """
+    meeting = None
+    if rendezvous is not None:
+        meeting = parse_rendezvous(rendezvous)
+        node = own_node(config, node)
+        config = from_overrides({"launch.launcher": "elastic"}, base=config)
     modules = user_modules(config)
     code = code_digests(modules)
+    key = run_key(config, code)
     parent = runs_root() / config.name
+    launcher = None if is_detached else ProcessId.current()
+    if meeting is not None and node is not None and node != config.cluster.nodes[0].name:
+        _make_writable(parent)
+        path = start_daemon(_join_run, str(parent), config, key, launcher, meeting, node)
+        return Run(RunFolder(path, node=node))
+    with _locked(parent):
+        folder, is_new = _choose_folder(parent, key, is_repeat=is_repeat)
+        if is_new:
+            folder.create(config)
+            paths = copy_code(modules, folder)
+            environment = describe_environment(command, code, paths)
+            write_atomically(folder.env_file, json.dumps(environment, indent=1))
+            _claim(folder, folder.read_status())
+        else:
+            status = reap(folder)
+            if status.state is RunState.FINISHED:
+                return _known_to_notebook(Run(folder, is_reused=True))
+            _refuse_if_busy(folder, status)
+            folder.write_config(config)
+            _claim(folder, status.model_copy(update={"attempt": status.attempt + 1}))
+    return _hand_over(folder, key, launcher, meeting, node)
+
+
+def parse_rendezvous(text: str) -> tuple[str, int]:
+    """Read HOST:PORT.
+
+    Raises:
+        ConfigError: it is no such thing.
+    """
+    host, colon, port = text.rpartition(":")
+    if not colon or not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise ConfigError(f"rendezvous must be HOST:PORT, got {text!r}. For example 10.0.0.1:29400.")
+    return host, int(port)
+
+
+def own_node(config: ExperimentConfig, node: str | None) -> str:
+    """The node of the cluster that this machine is.
+
+    Raises:
+        ConfigError: there is no node of that name.
+    """
+    names = [each.name for each in config.cluster.nodes]
+    name = node or socket.gethostname()
+    if name not in names:
+        origin = "" if node else " (this machine's host name)"
+        raise ConfigError(f"node must be one of {', '.join(names)}, got {name!r}{origin}. Give --node NAME.")
+    return name
+
+
+@contextlib.contextmanager
+def _locked(parent: Path) -> Iterator[None]:
+    """One launcher at a time decides about the runs of an experiment."""
+    _make_writable(parent)
     try:
-        parent.mkdir(parents=True, exist_ok=True)
         with FileLock(parent / ".lock", timeout=30):
-            folder, is_new = _choose_folder(parent, run_key(config, code), is_repeat=is_repeat)
-            if not is_new:
-                status = reap(folder)
-                if status.state is RunState.FINISHED:
-                    return _known_to_notebook(Run(folder, is_reused=True))
-                _refuse_if_busy(folder, status)
-                paths = tuple(folder.read_json(folder.env_file).get("import_paths", ()))
-                folder.write_config(config)
-                _claim(folder, status.model_copy(update={"attempt": status.attempt + 1}))
-            else:
-                folder.create(config)
-                paths = tuple(copy_code(modules, folder))
-                environment = describe_environment(command, code, list(paths))
-                write_atomically(folder.env_file, json.dumps(environment, indent=1))
-                _claim(folder, folder.read_status())
+            yield
     except Timeout:
         raise ConfigError(f"{parent} must be free, got a lock held by another process. Try again.") from None
     except OSError as error:
-        raise ConfigError(
-            f"run folder must be writable, got {parent}: {error.strerror or error}. "
-            "Free space or rights there, or set LABKIT_RUNS to another folder."
-        ) from None
-    return _hand_over(folder, is_detached=is_detached, is_resume=not is_new, import_paths=paths)
+        raise _not_writable(parent, error) from None
+
+
+def _make_writable(parent: Path) -> None:
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _not_writable(parent, error) from None
+
+
+def _not_writable(parent: Path, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"run folder must be writable, got {parent}: {error.strerror or error}. "
+        "Free space or rights there, or set LABKIT_RUNS to another folder."
+    )
 
 
 def resume(folder: RunFolder, overrides: Sequence[str] = (), *, is_detached: bool = False) -> Run:
@@ -90,7 +164,7 @@ def resume(folder: RunFolder, overrides: Sequence[str] = (), *, is_detached: boo
                 "Start a new run instead."
             )
     changed = from_overrides(list(overrides), base=config) if overrides else config
-    with FileLock(folder.path.parent / ".lock", timeout=30):
+    with _locked(folder.path.parent):
         status = reap(folder)
         _refuse_if_busy(folder, status)
         if status.state is RunState.FINISHED and changed == config:
@@ -100,8 +174,7 @@ def resume(folder: RunFolder, overrides: Sequence[str] = (), *, is_detached: boo
             )
         folder.write_config(changed)
         _claim(folder, status.model_copy(update={"attempt": status.attempt + 1}))
-    paths = tuple(folder.read_json(folder.env_file).get("import_paths", ()))
-    return _hand_over(folder, is_detached=is_detached, is_resume=True, import_paths=paths)
+    return _hand_over(folder, folder.key, None if is_detached else ProcessId.current(), None, None)
 
 
 def _choose_folder(parent: Path, key: str, *, is_repeat: bool) -> tuple[RunFolder, bool]:
@@ -146,27 +219,51 @@ def _claim(folder: RunFolder, status: RunStatus) -> None:
 
 
 def _hand_over(
-    folder: RunFolder, *, is_detached: bool, is_resume: bool, import_paths: tuple[str, ...]
+    folder: RunFolder,
+    key: str,
+    launcher: ProcessId | None,
+    rendezvous: tuple[str, int] | None,
+    node: str | None,
 ) -> Run:
-    # Imported where it runs: this module stays free of torch.
-    launcher = None if is_detached else ProcessId.current()
-    start_daemon(_supervise, str(folder.path), launcher, is_resume, import_paths)
-    deadline = time.monotonic() + _TAKE_OVER_S
-    while folder.read_status().state is RunState.PLANNED:
-        if time.monotonic() > deadline:
-            raise LabkitError(
-                f"the supervisor did not start within {_TAKE_OVER_S:g} s. See {folder.supervisor_log}"
-            )
-        time.sleep(0.005)
+    paths = tuple(folder.read_json(folder.env_file).get("import_paths", ()))
+    try:
+        start_daemon(_supervise, folder, key, launcher, paths, rendezvous, node)
+    except LabkitError as error:
+        failed = {"state": RunState.FAILED, "owner": None, "error": RunError(message=str(error))}
+        folder.write_status(folder.read_status().model_copy(update=failed))
+        raise
     return _known_to_notebook(Run(folder))
 
 
+# What runs in the fork server imports torch there; this module stays free of it.
+
+
 def _supervise(
-    folder: str, launcher: ProcessId | None, is_resume: bool, import_paths: tuple[str, ...]
+    reply: Callable[[str], None],
+    folder: RunFolder,
+    key: str,
+    launcher: ProcessId | None,
+    import_paths: tuple[str, ...],
+    rendezvous: tuple[str, int] | None,
+    node: str | None,
 ) -> None:
     from labkit.launch.supervisor import SupervisorTask, supervise
 
-    supervise(SupervisorTask(folder, launcher, is_resume, import_paths))
+    supervise(reply, SupervisorTask(folder, key, launcher, import_paths, rendezvous, node))
+
+
+def _join_run(
+    reply: Callable[[str], None],
+    parent: str,
+    config: ExperimentConfig,
+    key: str,
+    launcher: ProcessId | None,
+    rendezvous: tuple[str, int],
+    node: str,
+) -> None:
+    from labkit.launch.member import MemberTask, join_run
+
+    join_run(reply, MemberTask(parent, config, key, launcher, rendezvous, node))
 
 
 def _known_to_notebook(run: Run) -> Run:

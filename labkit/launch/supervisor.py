@@ -1,26 +1,30 @@
 """The supervisor: one per run. It alone owns the run's state, its store and its MLflow tracker."""
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import wait
+from pathlib import Path
 from typing import Any
 
 import psutil
 
 from labkit.cluster.placement import Placement, placements
-from labkit.comm import StoreServer
+from labkit.comm import Rendezvous, StoreServer
 from labkit.config import ExperimentConfig
 from labkit.engine.worker import WorkerTask
-from labkit.launch.launcher import Launcher
+from labkit.launch.elastic import ElasticLauncher, ElasticTask
+from labkit.launch.launcher import Launcher, SeveralLaunchers
 from labkit.launch.local import LocalLauncher
+from labkit.launch.peers import End, FirstNode, NoPeers, OtherNode, Peers
 from labkit.launch.result import summarise
-from labkit.launch.verdict import root_cause
+from labkit.launch.verdict import is_for_peers_sake, root_cause
 from labkit.runfolder import (
     ProcessId,
     RunError,
@@ -32,6 +36,7 @@ from labkit.runfolder import (
 )
 
 _SETTLE_S = 1.0
+_PEER_SETTLE_S = 5.0
 _TRACKER_GRACE_S = 60.0
 
 
@@ -41,178 +46,245 @@ class SupervisorTask:
 
     Attributes:
         folder: The run folder, made and filled by the launcher.
+        key: The run's identity: configuration and code.
         launcher: Who asked; the run is stopped when that process dies. None: the run is detached.
-        is_resume: Go on from the newest checkpoint.
         import_paths: Folders of the user's modules.
+        rendezvous: Address at which nodes on several machines meet, HOST:PORT; none: all are here.
+        node: Name of this machine's node; none: all are here.
     """
 
-    folder: str
+    folder: RunFolder
+    key: str
     launcher: ProcessId | None
-    is_resume: bool
     import_paths: tuple[str, ...]
+    rendezvous: tuple[str, int] | None = None
+    node: str | None = None
 
 
-@dataclass(frozen=True)
-class _End:
-    state: RunState
-    error: RunError | None = None
+def supervise(reply: Callable[[str], None], task: SupervisorTask) -> None:
+    """Run one experiment to its end. Called in a process of its own.
+
+    Args:
+        reply: Called once with the run folder when the run is taken over.
+        task: What to do.
+
+    Raises:
+        ConfigError: the rendezvous address can't be served; nothing has started.
+    """
+    folder = task.folder
+    config = folder.read_config()
+    redirect_to(folder.supervisor_log)
+    places = placements(config.cluster)
+    store = StoreServer(*task.rendezvous) if task.rendezvous else StoreServer()
+    peers: Peers = NoPeers()
+    if task.rendezvous:
+        others = [node.name for node in config.cluster.nodes if node.name != task.node]
+        launch = config.launch
+        peers = FirstNode(store, others, launch.start_timeout_s, launch.worker_timeout_s)
+        places = [place for place in places if place.node == task.node]
+    try:
+        supervisor = Supervisor(task, config, places, store, peers)
+        supervisor.take_over()
+        reply(str(folder.path))
+        supervisor.run()
+    finally:
+        store.close()
 
 
-def supervise(task: SupervisorTask) -> None:
-    """Run one experiment to its end. Called in a process of its own."""
-    folder = RunFolder(task.folder)
-    log = os.open(folder.supervisor_log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+def redirect_to(log: Path) -> None:
+    """Send what this process prints to a file."""
+    handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     sys.stdout.flush()
     sys.stderr.flush()
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    os.close(log)
-    Supervisor(folder, task).run()
+    os.dup2(handle, 1)
+    os.dup2(handle, 2)
+    os.close(handle)
 
 
 class Supervisor:
     """Starts the workers, watches them, and writes how it ended."""
 
-    def __init__(self, folder: RunFolder, task: SupervisorTask) -> None:
-        self._folder = folder
+    def __init__(
+        self,
+        task: SupervisorTask,
+        config: ExperimentConfig,
+        places: list[Placement],
+        store: StoreServer | tuple[str, int],
+        peers: Peers,
+    ) -> None:
+        """Prepare.
+
+        Args:
+            task: What to do.
+            config: The experiment.
+            places: The workers that run here.
+            store: The store when this process serves it, else its address.
+            peers: The other nodes.
+        """
+        self._folder = task.folder
         self._task = task
-        self._config: ExperimentConfig = folder.read_config()
-        self._places: list[Placement] = placements(self._config.cluster)
-        self._status: RunStatus = folder.read_status()
+        self._config = config
+        self._places = places
+        self._store = store
+        self._peers = peers
+        self._status: RunStatus = self._folder.read_status()
         self._tracker: subprocess.Popen[bytes] | None = None
         self._is_stop_asked = False
         self._last_beat = 0.0
         self._num_trackers = 0
 
-    def run(self) -> None:
-        """Everything, from taking the run over to its final state."""
+    def take_over(self) -> None:
+        """From here on this process owns the run's state."""
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, self._ask_stop)
+        now = time.time()
         self._update(
             state=RunState.RUNNING,
             owner=ProcessId.current(),
-            started_at=time.time(),
-            heartbeat_at=time.time(),
+            started_at=now,
+            heartbeat_at=now,
             ended_at=None,
             error=None,
         )
-        is_resume = self._task.is_resume
+
+    def run(self) -> None:
+        """Everything from the first worker to the final state."""
         try:
             while True:
-                end = self._run_once(is_resume)
-                if (
-                    end.state is not RunState.FAILED
-                    or self._status.num_restarts >= self._config.launch.max_restarts
-                ):
+                end = self._run_once()
+                is_worth_a_restart = (
+                    end.state is RunState.FAILED
+                    and self._config.launch.launcher == "local"  # the elastic agent restarts by itself
+                    and self._status.num_restarts < self._config.launch.max_restarts
+                )
+                if not is_worth_a_restart:
                     break
                 self._say(f"restart after: {end.error.message if end.error else end.state}")
                 self._update(attempt=self._status.attempt + 1, num_restarts=self._status.num_restarts + 1)
-                is_resume = True
         except BaseException as error:
-            self._finish(_End(RunState.FAILED, RunError(message=f"supervisor failed: {error!r}")))
+            self._finish(End(state=RunState.FAILED, error=RunError(message=f"supervisor failed: {error!r}")))
             raise
         self._finish(end)
 
     def _ask_stop(self, *_: object) -> None:
         self._is_stop_asked = True
 
-    def _run_once(self, is_resume: bool) -> _End:
-        store = StoreServer()
-        launcher = self._make_launcher(store, is_resume)
+    def _run_once(self) -> End:
+        launcher = self._make_launcher()
         launcher.start()
         try:
-            store.open()
+            if isinstance(self._store, StoreServer):
+                self._open(self._store)
             self._record_workers(launcher.pids())
             self._ensure_tracker()
             return self._watch(launcher)
         finally:
             launcher.kill()
-            store.close()
 
-    def _make_launcher(self, store: StoreServer, is_resume: bool) -> Launcher:
+    def _open(self, store: StoreServer) -> None:
+        """Serve the store, after the first fork: until then this process has no threads."""
+        if not store.is_open:
+            store.open()
+            offer = {"key": self._task.key, "folder": self._folder.key, "attempt": self._status.attempt}
+            store.put("run", json.dumps(offer))
+
+    def _make_launcher(self) -> Launcher:
+        mine = [self._store.fileno()] if isinstance(self._store, StoreServer) else []
+        if self._tracker is not None and self._tracker.stdin is not None:
+            mine.append(self._tracker.stdin.fileno())
+        store = self._store
+        host, port = (store.host, store.port) if isinstance(store, StoreServer) else store
         attempt = self._status.attempt
-        tasks = [
-            WorkerTask(
-                folder=str(self._folder.path),
-                rank=place.rank,
-                rendezvous=store.address(f"attempt{attempt}"),
-                attempt=attempt,
-                is_resume=is_resume,
-                import_paths=self._task.import_paths,
-            )
-            for place in self._places
-        ]
-        pipe = self._tracker.stdin if self._tracker else None
-        return LocalLauncher(tasks, [store.fileno(), *([pipe.fileno()] if pipe else [])])
+        if self._config.launch.launcher == "elastic":
+            nodes = self._config.cluster.nodes
+            groups = [[p for p in self._places if p.node == node.name] for node in nodes]
+            tasks = [
+                ElasticTask(self._folder, g, len(nodes), host, port, attempt, self._task.import_paths)
+                for g in groups
+                if g
+            ]
+            return SeveralLaunchers([ElasticLauncher(self._config, task, mine) for task in tasks])
+        where = Rendezvous(host, port, f"attempt{attempt}")
+        folder, paths = str(self._folder.path), self._task.import_paths
+        return LocalLauncher([WorkerTask(folder, p.rank, where, attempt, paths) for p in self._places], mine)
 
     def _record_workers(self, pids: Mapping[int, int]) -> None:
-        self._update(
-            workers=tuple(
-                WorkerRecord(rank=p.rank, node=p.node, local_rank=p.local_rank, pid=pids.get(p.rank))
-                for p in self._places
-            )
+        workers = tuple(
+            WorkerRecord(rank=p.rank, node=p.node, local_rank=p.local_rank, pid=pids.get(p.rank))
+            for p in self._places
         )
+        if workers != self._status.workers:
+            self._update(workers=workers)
 
     # --- watching ----------------------------------------------------------------------------------
 
-    def _watch(self, launcher: Launcher) -> _End:
+    def _watch(self, launcher: Launcher) -> End:
         """Until the run is over, for whatever reason."""
         while True:
             wait(launcher.sentinels(), timeout=0.2)
-            self._beat()
-            exits = launcher.exits()
-            if any(end.code for end in exits):
+            self._beat(launcher)
+            if any(end.code for end in launcher.exits()):
                 return self._failed(launcher)
             if launcher.is_over():
-                return _End(RunState.FINISHED)
+                return End(state=RunState.FINISHED)
             asked = self._asked_to_end()
             if asked is not None:
                 self._stop_gently(launcher)
                 return asked
-            silent = self._silent_worker(launcher)
-            if silent is not None:
-                return _End(RunState.FAILED, silent)
+            end = self._silent_worker(launcher) or self._peers.news()
+            if end is not None:
+                return end
 
-    def _asked_to_end(self) -> _End | None:
+    def _asked_to_end(self) -> End | None:
+        launcher, limit_s = self._task.launcher, self._config.launch.timeout_s
         if self._is_stop_asked or self._folder.stop_file.exists():
-            return _End(RunState.KILLED, RunError(message="stopped on request"))
-        launcher = self._task.launcher
-        if launcher is not None and not launcher.is_alive():
-            return _End(RunState.KILLED, RunError(message="stopped because the process that started it died"))
-        limit_s = self._config.launch.timeout_s
-        if limit_s is not None and time.time() - (self._status.started_at or 0.0) > limit_s:
-            return _End(RunState.TIMEOUT, RunError(message=f"ran longer than launch.timeout_s={limit_s:g}"))
-        return None
+            state, text = RunState.KILLED, "stopped on request"
+        elif launcher is not None and not launcher.is_alive():
+            state, text = RunState.KILLED, "stopped because the process that started it died"
+        elif limit_s is not None and time.time() - (self._status.started_at or 0.0) > limit_s:
+            state, text = RunState.TIMEOUT, f"ran longer than launch.timeout_s={limit_s:g}"
+        else:
+            return None
+        return End(state=state, error=RunError(message=text, node=self._task.node))
 
     def _stop_gently(self, launcher: Launcher) -> None:
         launcher.terminate()
-        deadline = time.monotonic() + self._config.launch.stop_grace_s
-        while not launcher.is_over() and time.monotonic() < deadline:
-            wait(launcher.sentinels(), timeout=0.1)
-            self._beat()
+        self._settle(launcher, self._config.launch.stop_grace_s)
 
-    def _failed(self, launcher: Launcher) -> _End:
-        """A worker failed: wait a moment for what its peers say, then name the root cause."""
-        deadline = time.monotonic() + _SETTLE_S
+    def _settle(self, launcher: Launcher, limit_s: float) -> None:
+        deadline = time.monotonic() + limit_s
         while not launcher.is_over() and time.monotonic() < deadline:
             wait(launcher.sentinels(), timeout=0.1)
-            self._beat()
+            self._beat(launcher)
+
+    def _failed(self, launcher: Launcher) -> End:
+        """A worker failed: wait a moment for what its peers say, then name the root cause."""
+        self._settle(launcher, _SETTLE_S)
         exits = [end for end in launcher.exits() if end.code]
-        return _End(RunState.FAILED, root_cause(exits, self._read_errors(), self._places))
+        errors = self._read_errors()
+        if is_for_peers_sake(exits, errors):
+            deadline = time.monotonic() + (0.0 if isinstance(self._peers, NoPeers) else _PEER_SETTLE_S)
+            while time.monotonic() < deadline:
+                end = self._peers.news()
+                if end is not None:
+                    return end
+                time.sleep(0.1)
+        return End(state=RunState.FAILED, error=root_cause(exits, errors, placements(self._config.cluster)))
 
     def _read_errors(self) -> dict[int, dict[str, Any]]:
         found = {}
         for place in self._places:
             content = self._folder.read_json(self._folder.error_file(place.rank))
-            if content.get("attempt") == self._status.attempt:
+            if content.get("attempt", 0) >= self._status.attempt:
                 found[place.rank] = content
         return found
 
-    def _silent_worker(self, launcher: Launcher) -> RunError | None:
+    def _silent_worker(self, launcher: Launcher) -> End | None:
         """The worker that has shown no life for too long: a stopped process, a dead machine."""
         limit_s = self._config.launch.worker_timeout_s
+        pids = launcher.pids()
         oldest: tuple[float, int] | None = None
-        for rank in launcher.pids():
+        for rank in pids:
             with contextlib.suppress(OSError):
                 age_s = time.time() - self._folder.alive_file(rank).stat().st_mtime
                 if age_s > limit_s and (oldest is None or age_s > oldest[0]):
@@ -220,12 +292,9 @@ class Supervisor:
         if oldest is None:
             return None
         age_s, rank = oldest
-        node = self._places[rank].node
-        return RunError(
-            message=f"worker {rank} on {node} showed no life for {age_s:.0f} s{_why_silent(launcher.pids()[rank])}",
-            rank=rank,
-            node=node,
-        )
+        node = next(place.node for place in self._places if place.rank == rank)
+        text = f"worker {rank} on {node} showed no life for {age_s:.0f} s{_why_silent(pids[rank])}"
+        return End(state=RunState.FAILED, error=RunError(message=text, rank=rank, node=node))
 
     # --- state ---------------------------------------------------------------------------------------
 
@@ -233,11 +302,13 @@ class Supervisor:
         self._status = self._status.model_copy(update=changes)
         self._folder.write_status(self._status, is_durable=is_durable)
 
-    def _beat(self) -> None:
+    def _beat(self, launcher: Launcher) -> None:
         now = time.time()
         if now - self._last_beat < 1.0:
             return
         self._last_beat = now
+        self._peers.beat()
+        self._record_workers(launcher.pids())
         with contextlib.suppress(OSError):  # a full disk must not end the run
             self._update(heartbeat_at=now, is_durable=False)
         if self._tracker is not None and self._tracker.poll() is not None and self._num_trackers < 4:
@@ -246,7 +317,7 @@ class Supervisor:
 
     def _ensure_tracker(self) -> None:
         """Start the MLflow tracker. It sees the end of this process as the end of its standard input."""
-        if self._tracker is not None and self._tracker.poll() is None:
+        if isinstance(self._peers, OtherNode) or (self._tracker is not None and self._tracker.poll() is None):
             return
         self._num_trackers += 1
         with open(self._folder.tracker_log, "ab") as log:
@@ -257,20 +328,20 @@ class Supervisor:
                 stderr=log,
             )
 
-    def _finish(self, end: _End) -> None:
+    def _finish(self, end: End) -> None:
+        self._peers.tell(end)
         now = time.time()
-        result = summarise(self._folder, self._config, end.state, self._status, now)
-        with contextlib.suppress(OSError):
-            write_atomically(self._folder.result_file, result.to_json())
         self._say(f"{end.state}{': ' + end.error.message if end.error else ''}")
-        self._update(
-            state=end.state,
-            error=end.error,
-            ended_at=now,
-            heartbeat_at=now,
-            diverged_at=result.diverged_at,
-        )
+        diverged_at = None
+        if not isinstance(self._peers, OtherNode):
+            result = summarise(self._folder, self._config, end.state, self._status, now)
+            diverged_at = result.diverged_at
+            with contextlib.suppress(OSError):
+                write_atomically(self._folder.result_file, result.to_json())
         self._folder.stop_file.unlink(missing_ok=True)
+        self._update(
+            state=end.state, error=end.error, ended_at=now, heartbeat_at=now, diverged_at=diverged_at
+        )
         if self._tracker is not None:
             try:
                 self._tracker.wait(_TRACKER_GRACE_S)

@@ -24,7 +24,7 @@ def root_cause(
         places: Of all workers, by rank.
     """
     for end in sorted((e for e in exits if e.code < 0 and e.rank is not None), key=lambda e: e.rank or 0):
-        return _error(end.rank, places, _signal_text(-end.code), "")
+        return _error(end.rank, places, signal_text(-end.code), "")
     own = [error for error in errors.values() if not error.get("is_peer_failure")]
     for error in sorted(own, key=lambda e: float(e.get("t", 0))):
         return _error(int(error["rank"]), places, str(error["message"]), str(error["traceback"]))
@@ -38,7 +38,15 @@ def root_cause(
     return RunError(message="the run ended without a reason; see the logs")
 
 
-def _signal_text(number: int) -> str:
+def is_for_peers_sake(exits: Sequence[Exit], errors: Mapping[int, Mapping[str, Any]]) -> bool:
+    """Everything that went wrong here went wrong because a worker elsewhere was gone."""
+    if any(end.code < 0 and end.rank is not None for end in exits):
+        return False
+    return bool(errors) and all(error.get("is_peer_failure") for error in errors.values())
+
+
+def signal_text(number: int) -> str:
+    """What to say of a process that a signal killed."""
     try:
         name = signal.Signals(number).name
     except ValueError:

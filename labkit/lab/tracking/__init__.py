@@ -13,7 +13,7 @@ from labkit.lab.tracking._server import ui_command, ui_environment
 from labkit.lab.tracking._state import TrackingState, read_state
 from labkit.lab.tracking._store import ensure_store
 from labkit.launch.reap import reap
-from labkit.runfolder import RunFolder
+from labkit.runfolder import RunFolder, RunState
 
 __all__ = [
     "TrackingState",
@@ -38,7 +38,7 @@ def sync(folder: RunFolder, timeout_s: float = 300.0) -> bool:
     Raises:
         LabkitError: MLflow does not answer, or the run's own tracker is at work.
     """
-    if read_state(folder).is_complete(folder):
+    if folder.read_status().state is RunState.PLANNED or read_state(folder).is_complete(folder):
         return False
     run_helper(["--sync", str(folder.path)], timeout_s)
     return True
@@ -50,12 +50,11 @@ def close_lost(folder: RunFolder, timeout_s: float = 30.0) -> bool:
     Cheap where there is nothing to do, so that a list of runs can call it for each.
 
     Returns:
-        MLflow knows the run's true end (or will in a moment: its tracker is at work).
+        False if MLflow does not know the end of a lost run, and can't be told now.
     """
     status = reap(folder)
-    if not status.state.is_final or read_state(folder).ended_attempt == status.attempt:
-        return True
-    if is_tracked(folder):
+    is_known = status.state is not RunState.LOST or read_state(folder).ended_attempt == status.attempt
+    if is_known or is_tracked(folder):
         return True
     try:
         sync(folder, timeout_s)

@@ -61,6 +61,7 @@ def cut(text: str, limit: int) -> str:
 def describe(folder: RunFolder, config: ExperimentConfig, status: RunStatus) -> dict[str, str]:
     """Tags of a run, from its configuration and environment; what is not known is left out."""
     env = folder.read_json(folder.env_file)
+    git = env.get("git") or {}
     tags = {
         "labkit.run_key": folder.key,
         "labkit.attempt": str(status.attempt),
@@ -68,17 +69,19 @@ def describe(folder: RunFolder, config: ExperimentConfig, status: RunStatus) -> 
         "labkit.world_size": str(config.cluster.num_workers),
         "labkit.topology": "+".join(str(len(node.workers)) for node in config.cluster.nodes),
         "labkit.host": status.owner.host if status.owner else env.get("host"),
-        **{f"labkit.{name}": env.get(name) for name in ("git_sha", "git_dirty", "sweep_id", "notebook")},
-        "mlflow.note.content": note(folder, config),
+        "labkit.git_sha": git.get("sha"),
+        "labkit.git_dirty": git.get("is_dirty"),
+        "labkit.notebook": env.get("notebook"),
+        "mlflow.note.content": note(folder, config, env.get("command") or ""),
         "mlflow.user": _user(),
         "mlflow.source.name": env.get("notebook") or "labkit",
         "mlflow.source.type": "LOCAL",
-        "mlflow.source.git.commit": env.get("git_sha"),
+        "mlflow.source.git.commit": git.get("sha"),
     }
     return {key: cut(as_text(value), MAX_TAG_LENGTH) for key, value in tags.items() if value is not None}
 
 
-def note(folder: RunFolder, config: ExperimentConfig) -> str:
+def note(folder: RunFolder, config: ExperimentConfig, command: str) -> str:
     """The run page's text: one sentence, the command that does it again, where everything lies."""
     nodes = len(config.cluster.nodes)
     return (
@@ -86,7 +89,8 @@ def note(folder: RunFolder, config: ExperimentConfig) -> str:
         f"workers of {nodes} node{'s' if nodes > 1 else ''}, global batch "
         f"{config.engine.global_batch_size}, seed {config.seed}.\n\n"
         f"Reproduce it: `python -m labkit reproduce {folder.key}`\n\n"
-        f"Run folder: `{folder.path}`"
+        + (f"Started by: `{command}`\n\n" if command else "")
+        + f"Run folder: `{folder.path}`"
     )
 
 
@@ -103,13 +107,13 @@ def end_tags(status: RunStatus, diverged_at: int | None) -> dict[str, str]:
 
 
 def final_values(folder: RunFolder, status: RunStatus, latest: Mapping[str, float]) -> dict[str, float]:
-    """Summary metrics: the last value of every metric, the run's duration, and the figures of result.json."""
+    """Summary metrics: the last finite value of every metric, the best accuracy, the run's duration."""
     figures = dict(latest)
     if status.ended_at and status.started_at:
         figures["wall_s"] = status.ended_at - status.started_at
-    for key, value in _flatten(folder.read_json(folder.result_file)):
-        if isinstance(value, (int, float)) and not isinstance(value, bool):
-            figures[key] = float(value)
+    best = folder.read_json(folder.result_file).get("best_val_accuracy")
+    if isinstance(best, dict) and "value" in best:
+        figures["best_val_accuracy"] = float(best["value"])
     return {f"final/{key.replace('/', '_')}": value for key, value in figures.items()}
 
 

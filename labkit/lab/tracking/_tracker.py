@@ -7,18 +7,21 @@ nothing is there twice: `tracking.json` moves on after each batch, and a repeate
 same points.
 """
 
+import contextlib
 import os
 import select
 import signal
 import threading
 import time
+from collections.abc import Callable
 from types import FrameType
 
 from filelock import FileLock, Timeout
 
 from labkit.errors import LabkitError
-from labkit.lab.tracking._collect import Collector
+from labkit.lab.tracking._collect import BATCH_POINTS, Collector
 from labkit.lab.tracking._run import MlflowRun, first_line
+from labkit.lab.tracking._store import ensure_store
 from labkit.lab.tracking._system import SystemMetrics
 from labkit.launch.reap import reap
 from labkit.runfolder import RunFolder, RunStatus
@@ -53,6 +56,7 @@ class Watch:
         self._folder = folder
         self._is_over = threading.Event()
         self._deadline: float | None = None
+        self._is_told = False
         self._is_supervisor_gone = False
 
     def start(self) -> None:
@@ -69,11 +73,17 @@ class Watch:
         """The time to try is over."""
         return self._deadline is not None and time.monotonic() > self._deadline
 
+    def give_time(self) -> None:
+        """MLflow takes what it is sent: the time to try begins again, unless we were told to end."""
+        if self._is_over.is_set() and not self._is_told:
+            self._deadline = time.monotonic() + END_TIMEOUT_S
+
     def is_over(self) -> bool:
         """The run has reached a final state."""
         return self._is_over.is_set()
 
     def _end_soon(self, number: int, frame: FrameType | None) -> None:
+        self._is_told = True
         self._limit(_TERM_GRACE_S)
 
     def _limit(self, seconds: float) -> None:
@@ -102,7 +112,11 @@ class Watch:
         """Wait a moment; an end of file means that the supervisor has gone."""
         if self._is_supervisor_gone:
             time.sleep(_LOOK_S)
-        elif select.select([0], [], [], _LOOK_S)[0] and not os.read(0, 4096):
+            return
+        try:
+            is_readable = bool(select.select([0], [], [], _LOOK_S)[0])
+            self._is_supervisor_gone = is_readable and not os.read(0, 4096)
+        except (OSError, ValueError):  # started without a standard input
             self._is_supervisor_gone = True
 
 
@@ -112,24 +126,32 @@ def track(folder: RunFolder) -> bool:
     Returns:
         MLflow has all of it, its end included.
     """
-    os.nice(NICENESS)
     watch = Watch(folder)
     watch.start()
     try:
         with tracking_lock(folder).acquire(timeout=_LAST_TRACKER_S):  # the one before may be at its end
+            _make_room(folder)
             return _send_until_over(folder, watch)
     except Timeout:
         say("another tracker has this run")
         return False
 
 
+def _make_room(folder: RunFolder) -> None:
+    """Make the store if there is none, then step behind the workers: their processors come first."""
+    with contextlib.suppress(Exception):  # it is tried again, and told, with everything else
+        ensure_store(folder.path.parent.parent)
+    os.nice(NICENESS)
+
+
 def _send_until_over(folder: RunFolder, watch: Watch) -> bool:
-    sender = Sender(folder)
+    sender = Sender(folder, on_progress=watch.give_time)
     num_faults = 0
     while True:
         try:
+            was_over = watch.is_over()
             status = reap(folder)
-            if watch.is_over() and not status.state.is_final:
+            if was_over and not status.state.is_final:
                 say("the run was resumed; its new tracker goes on")
                 return False
             if sender.send(status):
@@ -159,21 +181,25 @@ class Sender:
     Args:
         folder: A run; the caller holds its tracking lock.
         has_system_metrics: Measure this machine as well, as long as the run goes on.
+        on_progress: Called after each batch that MLflow has taken.
     """
 
-    def __init__(self, folder: RunFolder, has_system_metrics: bool = True) -> None:
+    def __init__(
+        self,
+        folder: RunFolder,
+        *,
+        has_system_metrics: bool = True,
+        on_progress: Callable[[], None] = lambda: None,
+    ) -> None:
         self._folder = folder
         self._collector = Collector(folder)
+        self._on_progress = on_progress
         self._run: MlflowRun | None = None
         self._system = SystemMetrics() if has_system_metrics else None
 
     def send(self, status: RunStatus) -> bool:
         """Send all that is there; if the run has ended, its end too, and return true."""
-        if self._run is None:
-            run = MlflowRun(self._folder)
-            run.open(status)
-            self._run = run
-        run = self._run
+        run = self._opened(status)
         if self._system is not None and not status.state.is_final:
             self._system.keep_running(run.uri, run.state.run_id, is_resumed=status.attempt > 1)
         self._send_points(run, is_final=status.state.is_final)
@@ -183,11 +209,21 @@ class Sender:
         run.end(status)
         return True
 
+    def _opened(self, status: RunStatus) -> MlflowRun:
+        """The MLflow run; a supervisor that restarts its workers begins another attempt of it."""
+        if self._run is None or self._run.state.attempt != status.attempt:
+            run = self._run or MlflowRun(self._folder)
+            run.open(status)
+            self._run = run
+        return self._run
+
     def _send_points(self, run: MlflowRun, *, is_final: bool) -> None:
         while True:
             points, after = self._collector.next_batch(run.state, is_final=is_final)
             run.send(points, after)
-            if not points:
+            if points:
+                self._on_progress()
+            if len(points) < BATCH_POINTS:  # all files were read to their ends
                 return
 
     def close(self) -> None:

@@ -24,22 +24,38 @@ class FigureView(Protocol):
 
 
 class LiveFigure:
-    """Replaces the data of a plotly widget; axes that the user zoomed stay as they are."""
+    """Replaces the data of a plotly widget; axes that the user zoomed stay as they are.
+
+    A plotly widget is drawn before the page knows how wide it is, so it gets plotly's 700 px. It takes
+    its place's width when `autosize` is switched on afterwards: here at every other update, and
+    once the page has answered.
+    """
 
     hint = ""
 
     def __init__(self, figure: go.Figure) -> None:
         self.widget: Any = go.FigureWidget(figure)
         self.widget._config = {"displaylogo": False, "responsive": True}
+        self._fit_when_drawn()
+
+    def _fit_when_drawn(self) -> None:
+        self.widget.layout.autosize = False
+        self.widget.on_edits_completed(self._fit)
+
+    def _fit(self) -> None:
+        self.widget.layout.autosize = True
 
     def show(self, figure: go.Figure, is_last: bool = False) -> None:
         """One message to the page, whatever has changed."""
         with self.widget.batch_update():
+            self.widget.layout.autosize = not self.widget.layout.autosize
             for old, new in zip(self.widget.data, figure.data, strict=True):
                 for name in _DATA:
                     value = new[name] if name in new else None
                     if value is not None and not _same(old[name], value):
                         old[name] = value
+        if is_last:
+            self._fit_when_drawn()
 
 
 class StillFigure:

@@ -90,12 +90,16 @@ def alert(text: str) -> str:
     )
 
 
+def _neutral(text: str) -> str:
+    return f'<div role="status" style="border-left:4px solid #888;padding:4px 10px">{html.escape(text)}</div>'
+
+
 def failure(folder: RunFolder, status: RunStatus) -> str:
     """Why a run ended: the root cause, its traceback, then the end of that worker's log."""
     error = status.error
     if error is None:
         return ""
-    parts = [alert(error.message)]
+    parts = [_neutral(error.message) if status.state is RunState.KILLED else alert(error.message)]
     if error.traceback:
         parts.append(f'<pre style="{_PRE}">{html.escape(error.traceback)}</pre>')
     tail = log_tail(folder, error.rank)
