@@ -295,7 +295,7 @@ _plain = st.recursive(
 @given(_plain)
 @settings(max_examples=200, deadline=None)
 def test_a_literal_evaluates_to_an_equal_value(value: Any) -> None:
-    read = eval(literal(value))  # noqa: S307
+    read = eval(literal(value))
     assert repr(read) == repr(value) and type(read) is type(value)
 
 
@@ -349,7 +349,7 @@ def test_the_kernel_sees_equal_values_of_the_same_types(runs: Path, tmp_path: Pa
     )
     result = run_notebook(path, GIVEN, texts=["version=1_000"])
     assert result.exit_code == 0
-    seen = eval((tmp_path / "seen.txt").read_text(), {"nan": math.nan, "inf": math.inf})  # noqa: S307
+    seen = eval((tmp_path / "seen.txt").read_text(), {"nan": math.nan, "inf": math.inf})
     right = {
         "learning_rate": math.nan,
         "mesh": (2, 1),

@@ -307,6 +307,7 @@ class LaunchConfig(Section):
     comm_timeout_s: PositiveFloat = Field(300.0, description="longest wait in a collective")
     start_timeout_s: PositiveFloat = Field(120.0, description="until all workers have met")
     stop_grace_s: PositiveFloat = Field(5.0, description="from SIGTERM to SIGKILL")
+    is_tracked: bool = Field(True, description="send the run to MLflow while it runs")
 
 
 class ExperimentConfig(Section):

@@ -5,7 +5,7 @@ import os
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 
@@ -29,11 +29,14 @@ def write_checkpoint(path: Path, content: dict[str, Any]) -> int:
 
     Returns:
         Its size in bytes.
+
+    Raises:
+        OSError: the disk is full or gone; the checkpoints before it are untouched.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with open(temporary, "wb") as file:
-            torch.save({"format": FORMAT, **content}, file)
+            _save({"format": FORMAT, **content}, file)
             file.flush()
             os.fsync(file.fileno())
             size_bytes = file.tell()
@@ -41,6 +44,34 @@ def write_checkpoint(path: Path, content: dict[str, Any]) -> int:
     finally:
         temporary.unlink(missing_ok=True)
     return size_bytes
+
+
+class _Recorder:
+    """A file that remembers why writing to it failed: torch.save says only that it did."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self.error: OSError | None = None
+
+    def write(self, data: bytes) -> int:
+        try:
+            return self._file.write(data)
+        except OSError as error:
+            self.error = error
+            raise
+
+    def flush(self) -> None:
+        self._file.flush()
+
+
+def _save(content: dict[str, Any], file: BinaryIO) -> None:
+    recorder = _Recorder(file)
+    try:
+        torch.save(content, recorder)  # type: ignore[arg-type]
+    except RuntimeError as error:
+        if recorder.error is None:
+            raise
+        raise recorder.error from error
 
 
 def read_checkpoint(data: bytes, name: str) -> dict[str, Any]:

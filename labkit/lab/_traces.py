@@ -41,7 +41,9 @@ def learning(series: Series, name: str) -> list[Any]:
     if not is_val_above:
         places = {"train": "top right", "val": "bottom right"}
     return [
-        trace for kind, pen in _PENS.items() for trace in _line_traces(lines[kind], pen, kind, places[kind])
+        trace
+        for kind, pen in _PENS.items()
+        for trace in _line_traces(lines[kind], pen, kind, places[kind], series.step)
     ]
 
 
@@ -52,10 +54,10 @@ def speed(series: Series) -> list[Any]:
     for high, rate in zip(bounds[1:], speeds(series, bounds), strict=True):
         if rate is not None:
             line.add(high - 1, rate)
-    return _line_traces(line, _PENS["train"], "", "middle right")
+    return _line_traces(line, _PENS["train"], "", "middle right", series.step)
 
 
-def _line_traces(line: Line, pen: _Pen, name: str, place: str) -> list[Any]:
+def _line_traces(line: Line, pen: _Pen, name: str, place: str, end: int) -> list[Any]:
     """A line; its name and newest value at its end; a cross where it first was not finite."""
     steps, values = decimate(line, MAX_POINTS)
     return [
@@ -69,14 +71,14 @@ def _line_traces(line: Line, pen: _Pen, name: str, place: str) -> list[Any]:
             showlegend=False,
             hovertemplate=f"step %{{x}}: {name} %{{y:.4g}}<extra></extra>",
         ),
-        _end_label(line, pen, name, place),
+        _end_label(line, pen, name, place, end),
         _cross(line, name),
     ]
 
 
-def _end_label(line: Line, pen: _Pen, name: str, place: str) -> Any:
+def _end_label(line: Line, pen: _Pen, name: str, place: str, end: int) -> Any:
     value = newest(line)
-    at = [] if value is None else [line.steps[-1 - next(_finite_from_end(line))]]
+    at = [] if value is None else [end]
     return go.Scatter(
         x=at,
         y=[value] if at else [],

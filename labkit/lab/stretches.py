@@ -52,7 +52,7 @@ def stretch_means(line: Line, bounds: Sequence[int]) -> list[float | None]:
 
 
 def speeds(series: Series, bounds: Sequence[int]) -> list[float | None]:
-    """Samples per second in each stretch of steps: samples over the time of its steps, evaluation left out."""
+    """Samples per second in each stretch: its samples over the time of its steps, without evaluation."""
     steps_ms = stretch_means(series.line("perf/step_ms"), bounds)
     counts = _stretch_samples(series, bounds)
     return [

@@ -317,7 +317,9 @@ class Supervisor:
 
     def _ensure_tracker(self) -> None:
         """Start the MLflow tracker. It sees the end of this process as the end of its standard input."""
-        if isinstance(self._peers, OtherNode) or (self._tracker is not None and self._tracker.poll() is None):
+        is_elsewhere = isinstance(self._peers, OtherNode)
+        is_running = self._tracker is not None and self._tracker.poll() is None
+        if is_elsewhere or is_running or not self._config.launch.is_tracked:
             return
         self._num_trackers += 1
         with open(self._folder.tracker_log, "ab") as log:

@@ -12,7 +12,7 @@ that lets the last attempt win see the new one. The run folder has the last word
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,8 @@ WINDOW_S = 1.0
 
 _READ_BYTES = 256 * 1024
 _STEP_PARTS = ("step_s", "compute_s")
-_STEP = re.compile(rb'"step":(\d+)')
+_STEP = re.compile(rb'"step":\s*(\d+)')
+_ATTEMPT = re.compile(rb'"attempt":\s*(\d+)')
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,18 +143,12 @@ def earlier_values(path: Path, attempt: int) -> dict[tuple[str, int], float]:
     """
     if attempt <= 1:
         return {}
-    wanted = f'"attempt":{attempt},'.encode()
-    own = (event for event in _events(path, lambda line: wanted in line) if "values" in event)
-    first = next((int(event["step"]) for event in own), None)
+    own = _events(path, lambda line: _number(_ATTEMPT, line) == attempt)
+    first = next((int(event["step"]) for event in own if "values" in event), None)
     if first is None:
         return {}
-
-    def is_repeated(line: bytes) -> bool:
-        step = _STEP.search(line)
-        return step is not None and int(step[1]) >= first
-
-    values = {}
-    for event in _events(path, is_repeated):
+    values: dict[tuple[str, int], float] = {}
+    for event in _events(path, lambda line: _number(_STEP, line) >= first):
         if int(event.get("attempt", 1)) >= attempt:
             break
         if "values" in event:
@@ -161,7 +156,14 @@ def earlier_values(path: Path, attempt: int) -> dict[tuple[str, int], float]:
     return values
 
 
-def _events(path: Path, is_wanted: Any) -> Iterator[dict[str, Any]]:
+def _number(pattern: re.Pattern[bytes], line: bytes) -> int:
+    """A number read without parsing the line, -1 where there is none."""
+    found = pattern.search(line)
+    return int(found[1]) if found else -1
+
+
+def _events(path: Path, is_wanted: Callable[[bytes], bool]) -> Iterator[dict[str, Any]]:
+    """Events of the lines that are wanted; a broken line is passed over."""
     with open(path, "rb") as file:
         for line in file:
             if is_wanted(line):

@@ -8,7 +8,7 @@ import plotly.graph_objects as go
 
 from labkit.lab.show import figure_bundle
 
-_DATA = ("x", "y", "z", "text", "width")
+_DATA = ("x", "y", "z", "text", "width", "textposition")
 _STILL_INTERVAL_S = 5.0
 
 
@@ -89,6 +89,6 @@ def figure_view(figure: go.Figure) -> FigureView:
 
 
 def _same(old: Any, new: Any) -> bool:
-    if old is None or len(old) != len(new):
-        return False
-    return all(a == b for a, b in zip(old, new, strict=True))
+    if isinstance(new, str) or old is None:
+        return bool(old == new)
+    return len(old) == len(new) and all(a == b for a, b in zip(old, new, strict=True))

@@ -1,0 +1,531 @@
+"""A run's state is true whatever dies, the root cause comes first, nothing is left behind, and resume works."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+from support import need
+
+import labkit
+from labkit.errors import ConfigError, LabkitError
+from labkit.launch import Run
+from labkit.runfolder import RunFolder, RunState
+
+FAST = ["name=t", "model=mlp", "launch.is_tracked=false", "cluster=2x2"]
+LONG = ["engine.num_epochs=50", "engine.step_padding_s=0.01", "engine.checkpoint_every_steps=5"]
+WAIT_S = 60.0
+
+
+def _start(*overrides: str, **how: bool) -> Run:
+    return labkit.start(labkit.from_overrides([*FAST, *overrides]), **how)
+
+
+def _until(condition: Callable[[], object], what: str, limit_s: float = WAIT_S) -> None:
+    deadline = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < deadline, f"no {what} within {limit_s} s"
+        time.sleep(0.02)
+
+
+def _until_step(run: Run, step: int) -> None:
+    def reached() -> bool:
+        assert not run.status().state.is_final, run.status().error
+        return any(event["step"] >= step for event in run.folder.history())
+
+    _until(reached, f"step {step}")
+
+
+def _long_run(*overrides: str) -> Run:
+    run = _start(*LONG, *overrides)
+    _until_step(run, 7)
+    return run
+
+
+def _pids(run: Run) -> list[int]:
+    return [worker.pid for worker in run.status().workers if worker.pid]
+
+
+def _assert_gone(pids: list[int]) -> None:
+    _until(lambda: not any(_is_running(pid) for pid in pids), "end of the workers", 10)
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _resume_to(run: Run, step: int) -> None:
+    """The run goes on from its checkpoint to an end: every step once, in order."""
+    again = labkit.resume(run.folder, [f"engine.max_steps={step}"])
+    status = again.wait(WAIT_S)
+    assert status.state is RunState.FINISHED, status.error
+    assert status.attempt == 2
+    assert [event["step"] for event in again.folder.history()] == list(range(1, step + 1))
+    starts = again.folder.history(0, ("start",))
+    assert starts[-1]["start_step"] >= 5
+
+
+# --- the contract of every launcher --------------------------------------------------------------------
+
+LAUNCHERS = ["local", pytest.param("elastic", marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_a_run_finishes_with_its_figures(runs: Path, launcher: str) -> None:
+    run = _start("engine.max_steps=30", f"launch.launcher={launcher}")
+    status = run.wait(WAIT_S)
+    assert status.state is RunState.FINISHED, status.error
+    result = json.loads(run.folder.result_file.read_text())
+    assert result["step"] == 30
+    assert result["final"]["val/accuracy"] > 0.5
+    assert set(result["worker_means_ms"]) == {"rank00", "rank01", "rank02", "rank03"}
+    assert run.folder.path == runs / "t" / run.key
+    _assert_gone(_pids(run))
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_a_killed_worker_is_named_and_the_run_resumes(runs: Path, launcher: str) -> None:
+    run = _long_run(f"launch.launcher={launcher}")
+    pids = _pids(run)
+    os.kill(pids[2], signal.SIGKILL)
+    status = run.wait(WAIT_S)
+    assert status.state is RunState.FAILED
+    assert status.error is not None and status.error.rank == 2
+    assert status.error.message.startswith("worker 2 on node1 was killed by SIGKILL")
+    _assert_gone(pids)
+    _resume_to(run, 25)
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_stop_saves_and_ends_every_worker(runs: Path, launcher: str) -> None:
+    run = _long_run(f"launch.launcher={launcher}", "engine.checkpoint_every_steps=1000")
+    pids = _pids(run)
+    status = run.stop()
+    assert status.state is RunState.KILLED
+    assert run.stop().state is RunState.KILLED  # twice is as good as once
+    _assert_gone(pids)
+    saved = [int(file.stem.removeprefix("step")) for file in run.folder.checkpoints_dir.iterdir()]
+    assert saved and max(saved) == run.folder.history()[-1]["step"]
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_a_worker_that_raises_comes_first_with_its_traceback(
+    runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launcher: str
+) -> None:
+    _write_model(tmp_path, monkeypatch, "if os.getenv('RANKED') or rank() == 1 and self.calls > 2: raise ValueError('boom')")
+    status = _start("model={name: 'mymodel:build'}", f"launch.launcher={launcher}").wait(WAIT_S)
+    assert status.state is RunState.FAILED
+    assert status.error is not None
+    assert status.error.message == "worker 1 on node0 failed: ValueError: boom"
+    assert "mymodel.py" in status.error.traceback and "boom" in status.error.traceback
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_a_restart_goes_on_from_the_checkpoint_to_the_same_weights(
+    runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launcher: str
+) -> None:
+    flag = tmp_path / "died"
+    body = f"if rank() == 1 and self.calls == 9 and not os.path.exists({str(flag)!r}): " + (
+        f"open({str(flag)!r}, 'w').close(); os.kill(os.getpid(), 9)"
+    )
+    _write_model(tmp_path, monkeypatch, body)
+    settings = ["model={name: 'mymodel:build'}", "engine.max_steps=15", "engine.checkpoint_every_steps=4"]
+    settings += [f"launch.launcher={launcher}", "launch.max_restarts=1"]
+    run = _start(*settings)
+    status = run.wait(120)
+    assert status.state is RunState.FINISHED, status.error
+    assert flag.exists()
+    undisturbed = _start(*settings, is_repeat=True)
+    assert undisturbed.wait(WAIT_S).state is RunState.FINISHED
+    curves = [[e["values"]["train/loss"] for e in r.folder.history()] for r in (run, undisturbed)]
+    assert len(curves[0]) == 15
+    assert curves[0] == curves[1]
+
+
+def _write_model(folder: Path, monkeypatch: pytest.MonkeyPatch, body: str) -> None:
+    """A model of the user's own beside the working directory, with a line that runs in every forward pass."""
+    (folder / "mymodel.py").write_text(
+        textwrap.dedent(
+            f"""
+            import os
+            import torch
+
+            def rank():
+                return torch.distributed.get_rank()
+
+            class Model(torch.nn.Module):
+                def __init__(self, info):
+                    super().__init__()
+                    self.layer = torch.nn.Linear(64, info.num_classes)
+                    self.calls = 0
+
+                def forward(self, x):
+                    self.calls += 1
+                    {body}
+                    return self.layer(x.flatten(1))
+
+            def build(info):
+                return Model(info)
+            """
+        )
+    )
+    monkeypatch.chdir(folder)
+
+
+# --- every process, every signal -----------------------------------------------------------------------
+
+
+def test_a_worker_ended_by_sigterm_is_named(runs: Path) -> None:
+    run = _long_run()
+    os.kill(_pids(run)[1], signal.SIGTERM)
+    status = run.wait(WAIT_S)
+    assert status.state is RunState.FAILED
+    assert status.error is not None
+    assert status.error.message == "worker 1 on node0 was ended by SIGTERM"
+    _resume_to(run, 20)
+
+
+def test_a_stopped_worker_is_noticed_in_time_and_named(runs: Path) -> None:
+    run = _long_run("launch.worker_timeout_s=2")
+    pids = _pids(run)
+    os.kill(pids[3], signal.SIGSTOP)
+    began_at = time.monotonic()
+    status = run.wait(WAIT_S)
+    assert time.monotonic() - began_at < 6
+    assert status.state is RunState.FAILED
+    assert status.error is not None and status.error.rank == 3
+    assert "worker 3 on node1 showed no life" in status.error.message
+    assert "its process is stopped" in status.error.message
+    _assert_gone(pids)
+    _resume_to(run, 20)
+
+
+def test_a_killed_supervisor_leaves_a_lost_run_and_no_worker(runs: Path) -> None:
+    run = _long_run()
+    pids, owner = _pids(run), run.status().owner
+    assert owner is not None
+    os.kill(owner.pid, signal.SIGKILL)
+    _assert_gone([*pids, owner.pid])
+    status = run.status()
+    assert status.state is RunState.LOST
+    assert status.ended_at is not None
+    assert json.loads(run.folder.status_file.read_text())["state"] == "lost"
+    _resume_to(run, 20)
+
+
+def test_a_supervisor_ended_by_sigterm_leaves_a_killed_run(runs: Path) -> None:
+    run = _long_run()
+    pids, owner = _pids(run), run.status().owner
+    assert owner is not None
+    os.kill(owner.pid, signal.SIGTERM)
+    status = run.wait(WAIT_S)
+    assert status.state is RunState.KILLED
+    _assert_gone(pids)
+    _resume_to(run, 20)
+
+
+@pytest.mark.slow
+def test_a_stopped_supervisor_is_ended_by_who_waits_for_it(runs: Path) -> None:
+    run = _long_run("launch.worker_timeout_s=3")
+    pids, owner = _pids(run), run.status().owner
+    assert owner is not None
+    os.kill(owner.pid, signal.SIGSTOP)
+    assert run.wait(40).state is RunState.LOST
+    _assert_gone([*pids, owner.pid])
+
+
+_LAUNCHING_SCRIPT = """
+import labkit, sys, time
+if __name__ == "__main__":
+    run = labkit.start(labkit.from_overrides(sys.argv[2:]), is_detached=sys.argv[1] == "detached")
+    print(run.folder.path, flush=True)
+    time.sleep(600)
+"""
+
+
+def _launched_elsewhere(tmp_path: Path, how: str) -> tuple["subprocess.Popen[str]", Run]:
+    script = tmp_path / "launch.py"
+    script.write_text(_LAUNCHING_SCRIPT)
+    process = subprocess.Popen(
+        [sys.executable, str(script), how, *FAST, *LONG], stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    run = labkit.attach(RunFolder(process.stdout.readline().strip()))
+    _until_step(run, 7)
+    return process, run
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_run_ends_with_the_process_that_started_it(runs: Path, tmp_path: Path, number: int) -> None:
+    process, run = _launched_elsewhere(tmp_path, "attached")
+    pids = _pids(run)
+    with process:
+        process.send_signal(number)
+        process.wait()
+        status = run.wait(WAIT_S)
+    assert status.state is RunState.KILLED
+    assert status.error is not None and "the process that started it died" in status.error.message
+    _assert_gone(pids)
+
+
+def test_a_detached_run_goes_on_without_it(runs: Path, tmp_path: Path) -> None:
+    process, run = _launched_elsewhere(tmp_path, "detached")
+    with process:
+        process.kill()
+        process.wait()
+    _until_step(run, run.folder.history()[-1]["step"] + 20)
+    assert run.stop().state is RunState.KILLED
+    _assert_gone(_pids(run))
+
+
+def test_a_stopped_launcher_does_not_disturb_the_run(runs: Path, tmp_path: Path) -> None:
+    process, run = _launched_elsewhere(tmp_path, "attached")
+    with process:
+        process.send_signal(signal.SIGSTOP)
+        _until_step(run, run.folder.history()[-1]["step"] + 20)
+        process.kill()
+        process.wait()
+    assert run.wait(WAIT_S).state is RunState.KILLED
+
+
+def test_a_run_that_takes_too_long_times_out(runs: Path) -> None:
+    run = _start(*LONG, "launch.timeout_s=2")
+    status = run.wait(WAIT_S)
+    assert status.state is RunState.TIMEOUT
+    assert status.state.exit_code == 124
+    assert "launch.timeout_s=2" in (status.error.message if status.error else "")
+
+
+# --- the same run again ---------------------------------------------------------------------------------
+
+
+def test_an_equal_run_that_has_finished_is_not_run_again(runs: Path) -> None:
+    first = _start("engine.max_steps=3")
+    first.wait(WAIT_S)
+    second = _start("engine.max_steps=3")
+    assert second.is_reused and second.folder.path == first.folder.path
+    assert not _start("engine.max_steps=4").is_reused
+    third = _start("engine.max_steps=3", is_repeat=True)
+    assert third.key == f"{first.key}-r2"
+    for run in (third, Run(runs_folder(runs, "engine.max_steps=4"))):
+        run.wait(WAIT_S)
+
+
+def runs_folder(runs: Path, *overrides: str) -> RunFolder:
+    """Where the run of a configuration lies."""
+    config = labkit.from_overrides([*FAST, *overrides])
+    (found,) = [run for run in labkit.all_runs(runs) if run.read_config() == config]
+    return found
+
+
+def test_an_interrupted_run_goes_on_when_started_again(runs: Path) -> None:
+    run = _long_run()
+    run.stop()
+    again = labkit.start(labkit.from_overrides([*FAST, *LONG]))
+    assert again.folder.path == run.folder.path and not again.is_reused
+    _until(lambda: len(again.folder.history(0, ("start",))) == 2, "second start")
+    again.stop()
+    assert again.folder.history(0, ("start",))[-1]["start_step"] > 5
+
+
+def test_a_second_start_of_a_running_run_is_refused(runs: Path) -> None:
+    run = _long_run()
+    with pytest.raises(ConfigError, match=f"run must not be running, got {run.key}.*labkit stop {run.key}"):
+        _start(*LONG)
+    with pytest.raises(ConfigError, match="run must not be running"):
+        labkit.resume(run.folder)
+    assert run.stop().state is RunState.KILLED
+
+
+def test_launch_settings_do_not_make_another_run(runs: Path) -> None:
+    first = _start("engine.max_steps=2", "launch.stop_grace_s=5")
+    first.wait(WAIT_S)
+    assert _start("engine.max_steps=2", "launch.stop_grace_s=6").is_reused
+
+
+def test_a_finished_run_goes_further_only_when_given_more(runs: Path) -> None:
+    run = _start("engine.max_steps=6", "engine.checkpoint_every_steps=3")
+    run.wait(WAIT_S)
+    with pytest.raises(ConfigError, match="has finished. Give more"):
+        labkit.resume(run.folder)
+    with pytest.raises(ConfigError, match="override must not change what the checkpoint was trained with, got 'seed=1'"):
+        labkit.resume(run.folder, ["seed=1"])
+    _resume_to(run, 9)
+
+
+# --- bad input: one line, nothing started ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("model={name: 'no_such_module:build'}", "there is no module 'no_such_module' here"),
+        ("model={name: 'no.such.module:build'}", "there is no module"),
+        ("model={name: 'json:no_such_function'}", "must name a function of json, got 'no_such_function'"),
+        ("model={name: '__main__:build'}", "%%labfile"),
+        ("data={name: 'no_such_module:load'}", "data.name must be an importable module:function"),
+    ],
+)
+def test_a_missing_function_is_refused_before_anything_starts(runs: Path, override: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        _start(override)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert list(runs.iterdir()) == []
+
+
+def test_a_runs_folder_that_can_not_be_made_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("not a folder")
+    monkeypatch.setenv("LABKIT_RUNS", str(tmp_path / "file" / "runs"))
+    with pytest.raises(ConfigError, match="run folder must be writable, got .*file/runs/t: Not a directory"):
+        _start()
+
+
+def _small_disk(folder: Path, size: str) -> None:
+    need(os.geteuid() == 0 and sys.platform == "linux", "a small file system needs root on Linux")
+    folder.mkdir()
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)], check=False)
+    need(done.returncode == 0, "mounting a tmpfs must be allowed")
+
+
+def test_a_disk_that_fills_up_fails_the_run_with_its_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = tmp_path / "disk"
+    _small_disk(disk, "600k")
+    try:
+        monkeypatch.setenv("LABKIT_RUNS", str(disk / "runs"))
+        run = _start(*LONG, "engine.keep_checkpoints=100", "engine.step_padding_s=0.0")
+        status = run.wait(WAIT_S)
+        assert status.state is RunState.FAILED
+        assert "No space left on device" in (status.error.message if status.error else "")
+    finally:
+        subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
+def test_a_full_disk_is_refused_before_anything_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk = tmp_path / "disk"
+    _small_disk(disk, "16k")
+    try:
+        (disk / "filler").write_bytes(b"x" * 12288)
+        monkeypatch.setenv("LABKIT_RUNS", str(disk / "runs"))
+        with pytest.raises(ConfigError, match="run folder must be writable, got .*No space left on device"):
+            _start()
+    finally:
+        subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
+# --- several machines ------------------------------------------------------------------------------------
+
+_NODE_SCRIPT = """
+import labkit, os, sys
+if __name__ == "__main__":
+    os.environ["LABKIT_RUNS"] = sys.argv[1]
+    config = labkit.from_overrides(sys.argv[4:])
+    run = labkit.start(config, rendezvous=sys.argv[2], node=sys.argv[3])
+    print(run.folder.path, flush=True)
+    status = run.wait()
+    print(status.model_dump_json(), flush=True)
+"""
+
+
+def _node(tmp_path: Path, port: int, node: str, *overrides: str) -> "subprocess.Popen[str]":
+    """One machine: a process with a runs folder of its own, as there is no shared disk."""
+    script = tmp_path / "node.py"
+    script.write_text(_NODE_SCRIPT)
+    arguments = [str(tmp_path / node), f"127.0.0.1:{port}", node, *FAST, *overrides]
+    return subprocess.Popen(
+        [sys.executable, str(script), *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def _free_port() -> int:
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def test_two_machines_without_a_shared_disk_train_as_one(runs: Path, tmp_path: Path) -> None:
+    port = _free_port()
+    settings = ["engine.max_steps=12", "engine.dtype=float64"]
+    nodes = [_node(tmp_path, port, name, *settings) for name in ("node1", "node0")]
+    outputs = [process.communicate(timeout=120) for process in nodes]
+    assert [process.returncode for process in nodes] == [0, 0], outputs
+    states = [json.loads(out.splitlines()[-1])["state"] for out, _ in outputs]
+    assert states == ["finished", "finished"]
+    folders = {name: RunFolder(out.splitlines()[0]) for name, (out, _) in zip(("node1", "node0"), outputs, strict=True)}
+    assert folders["node0"].ranks() == [0, 1] and folders["node1"].ranks() == [2, 3]
+    alone = _start(*settings, "cluster=1x1")
+    alone.wait(WAIT_S)
+    curves = [[e["values"]["train/loss"] for e in f.history()] for f in (folders["node0"], alone.folder)]
+    assert curves[0] == pytest.approx(curves[1], rel=1e-9)
+
+
+@pytest.mark.slow
+def test_a_worker_that_dies_on_another_machine_is_the_root_cause_on_all(runs: Path, tmp_path: Path) -> None:
+    port = _free_port()
+    nodes = [_node(tmp_path, port, name, *LONG) for name in ("node0", "node1")]
+    folders = []
+    for name, process in zip(("node0", "node1"), nodes, strict=True):
+        assert process.stdout is not None
+        folders.append(RunFolder(process.stdout.readline().strip(), node=None if name == "node0" else name))
+    _until_step(Run(folders[0]), 7)
+    os.kill(int(folders[1].alive_file(3).read_text()), signal.SIGKILL)
+    for process, folder in zip(nodes, folders, strict=True):
+        process.communicate(timeout=60)
+        error = folder.read_status().error
+        assert error is not None and error.message.startswith("worker 3 on node1 was killed by SIGKILL")
+        assert folder.read_status().state is RunState.FAILED
+
+
+@pytest.mark.slow
+def test_another_experiment_on_the_second_machine_is_refused(runs: Path, tmp_path: Path) -> None:
+    port = _free_port()
+    first = _node(tmp_path, port, "node0", *LONG)
+    second = _node(tmp_path, port, "node1", *LONG, "seed=1")
+    _, errors = second.communicate(timeout=60)
+    assert "all nodes must run the same experiment and code" in errors
+    first.send_signal(signal.SIGTERM)
+    first.communicate(timeout=60)
+    run = Run(*[RunFolder(p.parent) for p in (tmp_path / "node0").glob("t/*/config.json")])
+    assert run.wait(WAIT_S).state is RunState.KILLED
+
+
+@pytest.mark.parametrize(
+    ("rendezvous", "node", "message"),
+    [
+        ("nonsense", "node0", "rendezvous must be HOST:PORT, got 'nonsense'"),
+        ("127.0.0.1:99999", "node0", "rendezvous must be HOST:PORT"),
+        ("127.0.0.1:29400", "nod1", "node must be one of node0, node1, got 'nod1'"),
+    ],
+)
+def test_a_bad_rendezvous_is_refused(runs: Path, rendezvous: str, node: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        labkit.start(labkit.from_overrides(FAST), rendezvous=rendezvous, node=node)
+    assert list(runs.iterdir()) == []
+
+
+def test_a_rendezvous_port_in_use_is_refused(runs: Path) -> None:
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"got 127.0.0.1:{port}: Address already in use"):
+            labkit.start(labkit.from_overrides(FAST), rendezvous=f"127.0.0.1:{port}", node="node0")
+
+
+def test_a_first_node_that_never_comes_is_said(runs: Path) -> None:
+    config = labkit.from_overrides([*FAST, "launch.start_timeout_s=1"])
+    with pytest.raises(LabkitError, match="the first node must answer at 127.0.0.1"):
+        labkit.start(config, rendezvous=f"127.0.0.1:{_free_port()}", node="node1")
