@@ -23,6 +23,7 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 # Of the standard library and the plugins that the whole session shares; they end with it.
 _SHARED_COMMANDS = ("multiprocessing.forkserver", "multiprocessing.resource_tracker", "playwright")
 _SHARED_THREADS = ("MainThread", "pydevd", "asyncio_", "ThreadPoolExecutor")
+_SET_BY_OTHERS = ("PYTEST_CURRENT_TEST", "COLUMNS", "LINES", "TORCHINDUCTOR_CACHE_DIR")
 
 
 def _is_shared(process: psutil.Process) -> bool:
@@ -60,7 +61,7 @@ def _shared_memory() -> set[str]:
 
 
 def _environment() -> set[str]:
-    return {f"{k}={v}" for k, v in os.environ.items() if k not in ("PYTEST_CURRENT_TEST", "COLUMNS", "LINES")}
+    return {f"{k}={v}" for k, v in os.environ.items() if k not in _SET_BY_OTHERS}
 
 
 def _listening() -> set[int]:

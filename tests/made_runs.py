@@ -116,3 +116,6 @@ class MadeRun:
         for log in self._logs.values():
             log.close()
         self._logs = {}
+
+    def __del__(self) -> None:
+        self.close()

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -274,7 +275,7 @@ def test_a_killed_runner_leaves_no_kernel_and_its_notebook_is_lost(runs: Path, t
         (folder,) = all_notebooks(runs)
         assert folder.status().state is RunState.RUNNING
         with pytest.raises(ConfigError, match=f"must not be running .* process {runner.pid} "):
-            run_notebook(path)
+            folder.claim()
     finally:
         runner.kill()
         runner.wait()
@@ -310,6 +311,19 @@ def test_a_kernel_that_does_not_come_up_is_started_once_more(
     assert (result.state, result.exit_code) == (RunState.FAILED, 138)
     assert result.error is not None and result.error.message.startswith("kernel did not start: ")
     assert (tmp_path / "tries").read_text() == "xxxx"
+
+
+@pytest.mark.slow
+def test_a_long_temporary_path_which_no_socket_fits_is_no_obstacle(
+    runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    deep = tmp_path / ("d" * 100)
+    deep.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(deep))
+    result = run_notebook(make_notebook(tmp_path / "nb.ipynb", "print(x)"))
+    assert result.state is RunState.FINISHED and not list(deep.iterdir())
+    assert "Kernel is running over TCP" in result.folder.kernel_log.read_text()
+    assert capfd.readouterr().err == ""
 
 
 # Bad input: one line, nothing started

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from workers import run_workers
 
 from labkit.cluster.placement import placements
 from labkit.comm import Communicator, SoloCommunicator
@@ -16,6 +15,7 @@ from labkit.engine import checkpoint, random_state
 from labkit.engine.events import EventLog
 from labkit.engine.train import Trainer
 from labkit.errors import ConfigError
+from labkit.launch.forked import run_workers
 from labkit.runfolder import RunFolder
 
 SMALL = [

@@ -1,7 +1,9 @@
 """Laws of telling a person from a program, each in a real kernel."""
 
 import os
+import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 
 import papermill
 import pytest
@@ -22,7 +24,7 @@ def kernel() -> Iterator[BlockingKernelClient]:
     manager, client = start_new_kernel(
         kernel_name="python3",
         env={**os.environ, "JPY_SESSION_NAME": "/a/nb.ipynb"},
-        stderr=open(os.devnull, "w"),
+        stderr=subprocess.DEVNULL,
     )
     try:
         yield client
@@ -64,10 +66,12 @@ def test_plain_papermill_is_a_program_also_below_jupyterlab(monkeypatch: pytest.
 
 
 def test_our_runner_is_a_program_unless_told_otherwise(
-    runs: object, tmp_path: object, monkeypatch: pytest.MonkeyPatch
+    runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = make_notebook(tmp_path / "nb.ipynb", ASK)  # type: ignore[operator]
+    path = make_notebook(tmp_path / "nb.ipynb", ASK)
     assert printed(read_strictly(run_notebook(path).notebook)) == "False\n"
+    monkeypatch.setenv("LABKIT_INTERACTIVE", "1")
+    assert printed(read_strictly(run_notebook(path, is_repeat=True).notebook)) == "True\n"
 
 
 def test_a_script_is_a_program(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ import pytest
 from IPython.core.error import UsageError
 from IPython.core.interactiveshell import InteractiveShell
 from made_notebooks import make_notebook, printed, read_strictly
+from traitlets.config import Config
 
 from labkit.errors import ConfigError
 from labkit.lab.batch import run_notebook
@@ -21,13 +22,11 @@ def shell(runs: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[InteractiveSh
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.delenv("LABKIT_NOTEBOOK_DIR", raising=False)
     before = set(sys.modules)
-    shell = InteractiveShell()
+    shell = InteractiveShell(config=Config({"HistoryManager": {"enabled": False}}))
     load_ipython_extension(shell)
     yield shell
     for name in set(sys.modules) - before:
         del sys.modules[name]
-    shell.history_manager.end_session() if shell.history_manager else None
-    InteractiveShell.clear_instance()
 
 
 def test_the_cell_is_a_module_and_its_names_are_here(shell: InteractiveShell, runs: Path) -> None:

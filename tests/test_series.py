@@ -216,7 +216,9 @@ def test_the_progress_line_is_plain() -> None:
     assert progress_line(progress_of(series)) == "step 40/100 loss 1.83 128 samples/s eta 0:30"
 
 
-@pytest.mark.parametrize(("seconds", "text"), [(0.4, "0:00"), (31, "0:31"), (59.6, "1:00"), (3723, "1:02:03")])
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0.4, "0:00"), (31, "0:31"), (59.6, "1:00"), (3723, "1:02:03")]
+)
 def test_durations_are_read_like_a_clock(seconds: float, text: str) -> None:
     assert clock_text(seconds) == text
 
@@ -242,7 +244,11 @@ def test_while_a_run_goes_on_waiting_writes_a_line_every_interval(runs: Path) ->
             made.set_state(RunState.FINISHED)
 
     wait_with_lines(attach(made.folder), interval_s=0.2, write=write)
-    assert [line.split(" loss")[0] for line in lines] == ["step 20/100", "step 20/100", "finished at step 20/100"]
+    assert [line.split(" loss")[0] for line in lines] == [
+        "step 20/100",
+        "step 20/100",
+        "finished at step 20/100",
+    ]
 
 
 def test_events_are_strict_json_whatever_the_loss_is(runs: Path) -> None:

@@ -45,8 +45,11 @@ class Lab:
 
     def end(self, number: signal.Signals) -> str:
         """Send a signal; return what was said, once nothing of it is left."""
-        if self.process.poll() is None:
-            self.process.send_signal(number)
+        self.process.send_signal(number)
+        return self.wait()
+
+    def wait(self) -> str:
+        """What was said on stderr, once it has ended and nothing of it is left."""
         _, said = self.process.communicate(timeout=60)
         gone, alive = psutil.wait_procs(self.family, timeout=20)
         for process in alive:
@@ -65,8 +68,16 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
         started = Lab("lab")
         yield started
         said = started.end(signal.SIGINT)
+        assert links.served_url() is None
     assert started.process.returncode == 0 and "Traceback" not in said
-    assert not (runs / "ui.json").exists()
+
+
+@pytest.fixture
+def lab_runs(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The runs folder of the lab that runs, whose store is made already."""
+    monkeypatch.setenv("LABKIT_RUNS", lab.links["runs"])
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    return Path(lab.links["runs"])
 
 
 def get(url: str, **headers: str) -> tuple[int, str]:
@@ -109,11 +120,9 @@ def test_nothing_listens_beyond_loopback(lab: Lab) -> None:
     assert expected <= {address.port for address in listening}
 
 
-def test_links_of_runs_lead_to_the_ui_that_runs(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LABKIT_RUNS", lab.links["runs"])
-    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+def test_links_of_runs_lead_to_the_ui_that_runs(lab: Lab, lab_runs: Path) -> None:
     assert links.home_url() == lab.links["MLflow UI"]
-    folder = RunFolder(Path(lab.links["runs"]) / "x" / "y")
+    folder = RunFolder(lab_runs / "x" / "y")
     folder.path.mkdir(parents=True)
     folder.tracking_file.write_text('{"experiment_id": "1", "run_id": "2"}')
     assert str(links.run_url(folder)).startswith(
@@ -136,31 +145,25 @@ def test_a_kernel_finds_labkit_and_the_runs(lab: Lab) -> None:
     assert done.stdout.strip() == lab.links["runs"], done.stderr
 
 
-def test_a_second_lab_takes_other_ports_and_dies_with_its_mlflow(lab: Lab, runs: Path) -> None:
+def test_a_second_lab_takes_other_ports_and_ends_with_its_mlflow(lab: Lab, lab_runs: Path) -> None:
     second = Lab("lab")
     ours = {urlsplit(second.links[name]).netloc for name in ("JupyterLab", "MLflow UI")}
     assert not ours & {urlsplit(lab.links[name]).netloc for name in ("JupyterLab", "MLflow UI")}
     mlflow = next(process for process in second.family if "mlflow" in process.cmdline())
     mlflow.terminate()
-    said = second.end(signal.SIGINT) if second.process.wait(60) is None else second.end(signal.SIGCONT)
+    said = second.wait()
     assert second.process.returncode == 1 and "labkit: MLflow UI ended with exit code" in said
 
 
-def test_a_killed_ui_takes_its_server_along(runs: Path) -> None:
-    ui = Lab("ui")
-    assert set(ui.links) == {"MLflow UI", "runs"}
-    ui.end(signal.SIGKILL)
-
-
-def test_a_host_name_of_this_machine_is_let_in_and_others_are_not(runs: Path) -> None:
+def test_on_all_addresses_the_host_name_is_let_in_and_a_kill_takes_the_server_along(lab_runs: Path) -> None:
     ui = Lab("ui", "--host", "0.0.0.0")
-    port = urlsplit(ui.links["MLflow UI"]).port
+    assert set(ui.links) == {"MLflow UI", "runs"}
     try:
-        base = f"http://127.0.0.1:{port}/"
+        base = f"http://127.0.0.1:{(port := urlsplit(ui.links['MLflow UI']).port)}/"
         assert get(base, Host=f"{socket.gethostname()}:{port}")[0] == 200
         assert get(base, Host=f"elsewhere.example:{port}")[0] == 403
     finally:
-        ui.end(signal.SIGTERM)
+        ui.end(signal.SIGKILL)
 
 
 @contextlib.contextmanager
@@ -175,13 +178,14 @@ def busy_port() -> Iterator[int]:
 def test_a_port_in_use_is_named_and_nothing_is_started(
     words: tuple[str, ...], runs: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    before = psutil.Process().children()
     with busy_port() as port:
         assert main([*words, str(port)]) == 2
     said = capsys.readouterr().err
     assert re.fullmatch(
         rf"labkit: {words[-1]} must be a free port, got {port}, which is in use\. Choose another.*\n", said
     )
-    assert list(runs.iterdir()) == [] and not psutil.Process().children()
+    assert list(runs.iterdir()) == [] and psutil.Process().children() == before
 
 
 def test_a_free_port_near_the_preferred_one_is_chosen() -> None:
@@ -231,7 +235,8 @@ def test_a_server_that_does_not_start_is_reported_with_its_last_lines(tmp_path: 
 
 def test_a_server_that_ignores_sigterm_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(servers, "_STOP_GRACE_S", 0.2)
-    code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"
+    ignore = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN)"
+    code = f"{ignore}; print('up', flush=True); time.sleep(60)"
     plan = servers.ServerPlan("deaf", [sys.executable, "-c", code], os.environ, tmp_path, "", "")
     with servers.started(plan) as server:
         while "up" not in server.log_tail():

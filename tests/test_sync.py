@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from workers import run_workers
 
 from labkit.comm import Communicator, SoloCommunicator
 from labkit.config import SyncConfig
 from labkit.errors import ConfigError
+from labkit.launch.forked import run_workers
 from labkit.sync import (
     AllReduce,
     RunningStatistics,

@@ -1,0 +1,31 @@
+"""Benchmarks: each proves one claim with the peer, our way and the limit in one run."""
+
+import importlib
+from collections.abc import Callable
+
+from labkit.bench.harness import Report
+from labkit.errors import ConfigError, did_you_mean
+
+BENCHMARKS = {
+    "overhead": "what a run costs beside its training: start, events, tracking, all-reduce against DDP",
+}
+
+__all__ = ["BENCHMARKS", "Report", "run_benchmark"]
+
+
+def run_benchmark(name: str, say: Callable[[str], None]) -> Report:
+    """Run a benchmark.
+
+    Args:
+        name: One of `BENCHMARKS`.
+        say: Called with a line of progress now and then.
+
+    Raises:
+        ConfigError: there is no such benchmark.
+    """
+    if name not in BENCHMARKS:
+        raise ConfigError(
+            f"benchmark must be one of {', '.join(BENCHMARKS)}, got {name!r}. {did_you_mean(name, BENCHMARKS)}"
+        )
+    report: Report = importlib.import_module(f"labkit.bench.{name}").measure(say)
+    return report

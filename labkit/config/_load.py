@@ -8,26 +8,14 @@ from typing import Any
 
 import yaml
 from pydantic import ValidationError
-from pydantic.fields import FieldInfo
 
-from labkit.config._experiment import ExperimentConfig, cluster_of_shape
+from labkit.config._experiment import ExperimentConfig, NodeConfig, WorkerConfig, cluster_of_shape
 from labkit.config._plain import plain
-from labkit.config._section import Section, raise_config_error
+from labkit.config._section import Section, members_of, raise_config_error
 from labkit.config._yaml import parse_yaml
 from labkit.errors import ConfigError, did_you_mean
 
 _SHAPE = re.compile(r"^([1-9][0-9]*)x([1-9][0-9]*)$")
-
-
-def _members(field: FieldInfo) -> list[type[Section]]:
-    """The section classes a field may hold; several for a family such as `model`."""
-
-    def walk(annotation: Any) -> list[type[Section]]:
-        if isinstance(annotation, type):
-            return [annotation] if issubclass(annotation, Section) else []
-        return [found for part in typing.get_args(annotation) for found in walk(part)]
-
-    return walk(field.annotation)
 
 
 def _member_for(members: list[type[Section]], name: Any) -> type[Section]:
@@ -50,21 +38,19 @@ def known_keys(values: Mapping[str, Any] | None = None) -> dict[str, list[str]]:
     """
     known: dict[str, list[str]] = {"": list(ExperimentConfig.model_fields)}
     for section, field in ExperimentConfig.model_fields.items():
-        members = _members(field)
-        if not members:
-            continue
+        members = members_of(field)
         given = (values or {}).get(section)
-        if isinstance(given, Mapping) and "name" in given:
+        if len(members) > 1 and isinstance(given, Mapping) and "name" in given:
             members = [_member_for(members, given["name"])]
-        known[section] = list(dict.fromkeys(key for member in members for key in member.model_fields))
-    for index in range(1000 if values else 1):
-        known[f"cluster.nodes.{index}"] = ["name", "workers", "device"]
-        nodes = ((values or {}).get("cluster") or {}).get("nodes") if values else None
-        if not isinstance(nodes, list) or index >= len(nodes):
-            break
-        workers = nodes[index].get("workers") if isinstance(nodes[index], Mapping) else None
+        if members:
+            known[section] = list(dict.fromkeys(key for member in members for key in member.model_fields))
+    cluster = (values or {}).get("cluster")
+    nodes = cluster.get("nodes") if isinstance(cluster, Mapping) else None
+    for index, node in enumerate(nodes if isinstance(nodes, list) else []):
+        known[f"cluster.nodes.{index}"] = [*NodeConfig.model_fields, "device"]
+        workers = node.get("workers") if isinstance(node, Mapping) else None
         for worker in range(len(workers) if isinstance(workers, list) else 0):
-            known[f"cluster.nodes.{index}.workers.{worker}"] = ["device", "local_batch_size"]
+            known[f"cluster.nodes.{index}.workers.{worker}"] = list(WorkerConfig.model_fields)
     return known
 
 
@@ -80,8 +66,9 @@ def _read_file(path: Path, what: str) -> Any:
 
 def _expand_cluster(value: Any, base: Path) -> Any:
     """Turn `2x2` or the path of a cluster file into the cluster's mapping."""
-    if not isinstance(value, str):
+    if isinstance(value, Mapping):
         return value
+    value = str(value)  # `0x2` is a number in YAML
     shape = _SHAPE.match(value)
     if shape:
         return cluster_of_shape(int(shape[1]), int(shape[2])).model_dump(mode="json")
@@ -101,7 +88,7 @@ def _normalise(values: Mapping[str, Any], base: Path) -> dict[str, Any]:
     out: dict[str, Any] = {}
     for key, value in values.items():
         field = ExperimentConfig.model_fields.get(key)
-        members = _members(field) if field else []
+        members = members_of(field)
         if key == "cluster":
             out[key] = _expand_cluster(value, base)
         elif members and isinstance(value, str):
@@ -112,7 +99,7 @@ def _normalise(values: Mapping[str, Any], base: Path) -> dict[str, Any]:
             out[key] = value
     for key, value in out.items():
         field = ExperimentConfig.model_fields.get(key)
-        members = _members(field) if field else []
+        members = members_of(field)
         if len(members) > 1 and isinstance(value, Mapping):
             name = value.get("name")
             names = [n for m in members for n in typing.get_args(m.model_fields["name"].annotation)]
@@ -142,8 +129,7 @@ def from_mapping(
     try:
         return ExperimentConfig.model_validate(raw)
     except ValidationError as error:
-        raise_config_error(error, known_keys(raw), source)
-        raise
+        raise_config_error(error, ExperimentConfig, known_keys(raw), source)
 
 
 def load(path: str | Path) -> ExperimentConfig:
@@ -168,7 +154,7 @@ def _set_dotted(values: dict[str, Any], key: str, value: Any) -> None:
     """Set `a.b.c`. A change of `model.name` drops the old model's own settings."""
     *path, leaf = key.split(".")
     field = ExperimentConfig.model_fields.get(path[0] if path else leaf)
-    members = _members(field) if field else []
+    members = members_of(field)
     if not path and members and isinstance(value, str) and leaf != "cluster":
         path, leaf = [leaf], "name"
     here = values

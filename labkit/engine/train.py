@@ -134,9 +134,7 @@ class Trainer:
         """
         self._say_start()
         while self.progress.step < self.total_steps:
-            self._step_began_at = time.perf_counter()
-            totals, data_s, samples = self.step()
-            self._say_step(totals, data_s, samples)
+            totals = self.step_and_say()
             is_last = self.progress.step >= self.total_steps or totals.is_stop_wanted
             if is_last or self._is_due(self.config.engine.eval_every_steps):
                 self.evaluate()
@@ -146,6 +144,13 @@ class Trainer:
                 break
         self.log.write("end", step=self.progress.step)
         return self.progress.step >= self.total_steps
+
+    def step_and_say(self) -> StepTotals:
+        """One step and its events."""
+        self._step_began_at = time.perf_counter()
+        totals, data_s, samples = self.step()
+        self._say_step(totals, data_s, samples)
+        return totals
 
     def step(self) -> tuple[StepTotals, float, int]:
         """One update from one global batch.

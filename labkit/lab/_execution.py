@@ -24,7 +24,7 @@ from papermill.exceptions import PapermillExecutionError, strip_color
 from papermill.execute import remove_error_markers
 
 from labkit.errors import LabkitError
-from labkit.lab._kernel import Limits, LocalKernel, Watchdog, connection_folder
+from labkit.lab._kernel import Limits, LocalKernel, Watchdog, closed_event_loop, connection_folder
 from labkit.lab._values import json_safe
 from labkit.runfolder import write_atomically
 
@@ -157,7 +157,7 @@ class _Engine(Engine):  # type: ignore[misc] # papermill has no types
         manager = _Record(nb, execution)
         manager.notebook_start()
         try:
-            with connection_folder() as folder:
+            with connection_folder() as folder, closed_event_loop():
                 _Client(manager, execution, folder).execute()
         finally:
             manager.notebook_complete()

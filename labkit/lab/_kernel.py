@@ -1,5 +1,6 @@
 """A Python kernel of this very interpreter, and the thread that ends it when its time is up."""
 
+import asyncio
 import contextlib
 import os
 import shutil
@@ -17,6 +18,7 @@ from typing import Any
 import psutil
 from jupyter_client.kernelspec import KernelSpec
 from jupyter_client.manager import AsyncKernelManager
+from jupyter_core.utils import ensure_event_loop
 
 from labkit.runfolder import RunState
 
@@ -85,6 +87,24 @@ def connection_folder() -> Iterator[Path]:
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def closed_event_loop() -> Iterator[None]:
+    """Close the event loop that nbclient makes and leaves open, with the tasks of a kernel that died."""
+    try:
+        yield
+    finally:
+        try:
+            asyncio.get_running_loop()  # inside Jupyter: the loop is not ours
+        except RuntimeError:
+            loop = ensure_event_loop()
+            tasks = asyncio.all_tasks(loop)
+            for task in tasks:
+                task.cancel()
+            loop.run_until_complete(asyncio.wait(tasks, timeout=5) if tasks else asyncio.sleep(0))
+            loop.close()
+            asyncio.set_event_loop(None)
 
 
 class Watchdog(threading.Thread):

@@ -181,12 +181,23 @@ def _execute(
         ended = status.model_copy(
             update={"state": state, "error": error_record, "ended_at": now, "heartbeat_at": now}
         )
-        folder.write_status(ended)
+        _write_end(folder, ended)
     _add_note(execution, error_record)
     _hand_to_runs(folder, echo)
     return NotebookResult(
         state, exit_code, folder, folder.notebook_file, error_record, tuple(folder.started_runs())
     )
+
+
+def _write_end(folder: NotebookFolder, ended: RunStatus) -> None:
+    try:
+        folder.write_status(ended)
+    except OSError as error:
+        why = f": {ended.error.message}" if ended.error else ""
+        raise LabkitError(
+            f"notebook's folder must be writable to the end, got {folder.path}: {error.strerror}. "
+            f"The notebook {ended.state}{why}. Free space or rights there."
+        ) from None
 
 
 def _judge(

@@ -80,6 +80,7 @@ def _fork_away(
     code = 1
     try:
         os.setsid()
+        _let_go_of_server()
         # The server's environment is that of its first launch; ours is that of this launch.
         os.environ.clear()
         os.environ.update(environment)
@@ -101,6 +102,20 @@ def _fork_away(
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
+
+
+def _let_go_of_server() -> None:
+    """Close the pipes by which the server, and the standard library's helper, know that they are needed.
+
+    Otherwise both would live as long as this process, with the launcher's output held open: a shell
+    that reads the output of a detached launch would wait for the end of the run.
+    """
+    server, tracker = _forkserver._forkserver, resource_tracker._resource_tracker
+    for owner, name in ((server, "_forkserver_alive_fd"), (tracker, "_fd")):
+        fd = getattr(owner, name)
+        if fd is not None:
+            os.close(fd)
+            setattr(owner, name, None)
 
 
 def stop_server() -> None:

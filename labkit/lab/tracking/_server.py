@@ -7,6 +7,7 @@ from pathlib import Path
 import psutil
 
 from labkit.errors import ConfigError
+from labkit.lab.tracking._process import environment
 from labkit.lab.tracking._store import artifacts_of, ensure_store, without_password
 from labkit.runfolder import runs_root
 
@@ -16,7 +17,7 @@ _WILDCARDS = ("0.0.0.0", "::")
 
 
 def ui_command(host: str = LOOPBACK, port: int = 5000, root: Path | None = None) -> list[str]:
-    """The command that serves the UI and the API; add `ui_environment()` to its environment.
+    """The command that serves the UI and the API; run it in `ui_environment()`.
 
     Args:
         host: Address to listen on. Anything but loopback is open to the network, without a password.
@@ -40,8 +41,10 @@ def ui_command(host: str = LOOPBACK, port: int = 5000, root: Path | None = None)
 
 
 def ui_environment() -> dict[str, str]:
-    """What the server's environment needs on top: no telemetry, no job runner (235 MB for nothing here)."""
-    return {"MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
+    """The server's whole environment: no telemetry, and no job runner (235 MB for nothing here)."""
+    result = {**environment(), "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
+    result.pop("MLFLOW_TRACKING_URI", None)  # the server's store is named on its command line
+    return result
 
 
 def names_of(host: str) -> list[str]:

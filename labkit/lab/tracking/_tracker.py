@@ -36,6 +36,7 @@ _MAX_BACKOFF_S = 30.0
 _MAX_END_BACKOFF_S = 4.0
 _TERM_GRACE_S = 15.0
 _HANG_MARGIN_S = 10.0
+_MISSING_S = 3.0
 _LAST_TRACKER_S = END_TIMEOUT_S + _HANG_MARGIN_S + 5.0
 
 
@@ -57,6 +58,7 @@ class Watch:
         self._is_over = threading.Event()
         self._deadline: float | None = None
         self._is_told = False
+        self._seen_at = time.monotonic()
         self._is_supervisor_gone = False
 
     def start(self) -> None:
@@ -100,13 +102,23 @@ class Watch:
 
     def _look_at_status(self) -> None:
         try:
-            is_final = reap(self._folder).state.is_final
+            status = reap(self._folder)
         except Exception as fault:  # the watch must go on
             say(f"status.json: {first_line(fault)}")
             return
-        if is_final and not self._is_over.is_set():
+        self._look_for_folder(status)
+        if status.state.is_final and not self._is_over.is_set():
             self._limit(END_TIMEOUT_S)
             self._is_over.set()
+
+    def _look_for_folder(self, status: RunStatus) -> None:
+        """End the process if the run folder was deleted, or the supervisor died before the run was its own."""
+        is_nobodys = self._is_supervisor_gone and status.owner is None
+        if self._folder.exists() and not is_nobodys:
+            self._seen_at = time.monotonic()
+        elif time.monotonic() - self._seen_at > _MISSING_S:
+            say("there is no run here any more")
+            os._exit(1)
 
     def _look_at_stdin(self) -> None:
         """Wait a moment; an end of file means that the supervisor has gone."""

@@ -1,4 +1,4 @@
-"""Run a test function on real workers: forked processes that meet over gloo on loopback."""
+"""Run a function on real workers: forked processes that meet over gloo on loopback. For tests and benchmarks."""
 
 import multiprocessing
 import os
@@ -19,7 +19,7 @@ _CONTEXT = multiprocessing.get_context("fork")
 
 
 class WorkerFailed(AssertionError):
-    """A test function raised on a worker; the message names the rank and holds its traceback."""
+    """The function raised on a worker; the message names the rank and holds its traceback."""
 
 
 def _child(
