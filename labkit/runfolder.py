@@ -189,6 +189,24 @@ class RunFolder:
         """
         self.path = Path(path).absolute()
         self.node = node
+        self.config_file = self.path / "config.json"
+        self.code_dir = self.path / "code"
+        self.env_file = self.path / "env.json"
+        self.tracking_file = self.path / "tracking.json"
+        self.result_file = self.path / "result.json"
+        self.verdict_file = self.path / "verdict.json"
+        self.report_file = self.path / "report.html"
+        self.notebook_file = self.path / "notebook.ipynb"
+        self.notebook_html_file = self.path / "notebook.html"
+        self.stop_file = self.path / "STOP"
+        self.events_dir = self.path / "events"
+        self.alive_dir = self.path / "alive"
+        self.errors_dir = self.path / "errors"
+        self.logs_dir = self.path / "logs"
+        self.checkpoints_dir = self.path / "checkpoints"
+        self.tracker_log = self.path / "logs" / "tracker.log"
+        self.status_lock_file = self.path / ".status.lock"
+        self.tracking_lock_file = self.path / ".tracking.lock"
 
     def __repr__(self) -> str:
         return f"RunFolder({str(self.path)!r})"
@@ -198,24 +216,6 @@ class RunFolder:
         """The run's key, unique within its experiment."""
         return self.path.name
 
-    config_file = property(lambda self: self.path / "config.json")
-    code_dir = property(lambda self: self.path / "code")
-    env_file = property(lambda self: self.path / "env.json")
-    tracking_file = property(lambda self: self.path / "tracking.json")
-    result_file = property(lambda self: self.path / "result.json")
-    verdict_file = property(lambda self: self.path / "verdict.json")
-    report_file = property(lambda self: self.path / "report.html")
-    notebook_file = property(lambda self: self.path / "notebook.ipynb")
-    notebook_html_file = property(lambda self: self.path / "notebook.html")
-    stop_file = property(lambda self: self.path / "STOP")
-    events_dir = property(lambda self: self.path / "events")
-    alive_dir = property(lambda self: self.path / "alive")
-    errors_dir = property(lambda self: self.path / "errors")
-    logs_dir = property(lambda self: self.path / "logs")
-    checkpoints_dir = property(lambda self: self.path / "checkpoints")
-    tracker_log = property(lambda self: self.path / "logs" / "tracker.log")
-    status_lock_file = property(lambda self: self.path / ".status.lock")
-    tracking_lock_file = property(lambda self: self.path / ".tracking.lock")
 
     @property
     def status_file(self) -> Path:

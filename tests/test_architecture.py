@@ -98,7 +98,9 @@ def test_what_a_notebook_imports_needs_no_torch() -> None:
             continue
         for module, is_early in _imports(file):
             parts = module.split(".")
-            heavy = parts[0] == "torch" or (parts[:2] == ["labkit", "launch"] and parts[2:3] and parts[2] in FORK_SERVER)
+            heavy = parts[0] == "torch" or (
+                parts[:2] == ["labkit", "launch"] and parts[2:3] and parts[2] in FORK_SERVER
+            )
             heavy = heavy or parts[:2] in (["labkit", "sync"], ["labkit", "tasks"], ["labkit", "comm"])
             assert not (heavy and is_early), f"{file.relative_to(PACKAGE)} imports {module}"
 
@@ -106,5 +108,13 @@ def test_what_a_notebook_imports_needs_no_torch() -> None:
 def test_the_top_level_holds_what_was_agreed() -> None:
     agreed = {"requirements.txt", "README.md", "notebooks", "labkit", "tests", "runs", "environment.yml"}
     agreed |= {"Makefile", "pyproject.toml", ".ci", ".gitignore", ".git"}
-    made = {".venv", ".mypy_cache", ".ruff_cache", ".pytest_cache", ".hypothesis", "labkit_lab.egg-info", "build"}
+    made = {
+        ".venv",
+        ".mypy_cache",
+        ".ruff_cache",
+        ".pytest_cache",
+        ".hypothesis",
+        "labkit_lab.egg-info",
+        "build",
+    }
     assert {path.name for path in PACKAGE.parent.iterdir()} <= agreed | made

@@ -51,7 +51,9 @@ def test_refuses_weights_without_samples() -> None:
 
 def test_ranks_run_through_the_nodes_of_any_shape() -> None:
     cluster = from_overrides(
-        ["cluster={nodes: [{name: a, workers: 1}, {name: b, workers: 3, device: cpu}, {name: c, workers: 2}]}"]
+        [
+            "cluster={nodes: [{name: a, workers: 1}, {name: b, workers: 3, device: cpu}, {name: c, workers: 2}]}"
+        ]
     ).cluster
     found = placements(cluster)
     assert [p.rank for p in found] == list(range(6))

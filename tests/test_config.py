@@ -66,7 +66,12 @@ def test_what_is_printed_loads_back_equal(tmp_path: Path, overrides: list[str]) 
     name=st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,20}", fullmatch=True),
 )
 def test_any_numbers_and_names_survive_printing(rate: float, batch: int, seed: int, name: str) -> None:
-    settings = {"engine.global_batch_size": batch, "optimizer.learning_rate": rate, "seed": seed, "name": name}
+    settings = {
+        "engine.global_batch_size": batch,
+        "optimizer.learning_rate": rate,
+        "seed": seed,
+        "name": name,
+    }
     config = from_overrides(settings)
     assert from_mapping(parse_yaml(to_yaml(config))) == config
 
@@ -78,7 +83,9 @@ def test_a_configuration_can_not_be_changed() -> None:
 
 
 def test_a_cluster_file_is_found_beside_the_experiment(tmp_path: Path) -> None:
-    (tmp_path / "pair.yaml").write_text("nodes:\n- {name: a, workers: 2, device: cpu}\n- {name: b, workers: 1}\n")
+    (tmp_path / "pair.yaml").write_text(
+        "nodes:\n- {name: a, workers: 2, device: cpu}\n- {name: b, workers: 1}\n"
+    )
     (tmp_path / "run.yaml").write_text("cluster: pair.yaml\n")
     cluster = load(tmp_path / "run.yaml").cluster
     assert [(node.name, len(node.workers)) for node in cluster.nodes] == [("a", 2), ("b", 1)]
@@ -101,7 +108,11 @@ def test_the_schema_accepts_what_labkit_accepts_and_refuses_what_it_refuses() ->
     validator = jsonschema.Draft202012Validator(json_schema())
     good = from_overrides(["cluster=2x2"]).model_dump(mode="json")
     validator.validate(good)
-    for bad in ({**good, "sed": 1}, {**good, "engine": {"global_batch_size": 0}}, {**good, "sync": {"name": "x"}}):
+    for bad in (
+        {**good, "sed": 1},
+        {**good, "engine": {"global_batch_size": 0}},
+        {**good, "sync": {"name": "x"}},
+    ):
         assert not validator.is_valid(bad)
 
 
@@ -274,14 +285,23 @@ def test_parameters_set_sections_unique_settings_and_anything_by_its_dotted_key(
     }
     config = from_parameters(namespace)
     assert config == from_overrides(
-        ["model=mlp", "cluster=1x2", "optimizer.learning_rate=0.5", "model.hidden_sizes=[3,4]", "schedule.name=cosine"]
+        [
+            "model=mlp",
+            "cluster=1x2",
+            "optimizer.learning_rate=0.5",
+            "model.hidden_sizes=[3,4]",
+            "schedule.name=cosine",
+        ]
     )
 
 
 @pytest.mark.parametrize(
     ("namespace", "message"),
     [
-        ({"leraning_rate": 0.1}, "parameter 'leraning_rate' must be a known name. Did you mean 'learning_rate'?"),
+        (
+            {"leraning_rate": 0.1},
+            "parameter 'leraning_rate' must be a known name. Did you mean 'learning_rate'?",
+        ),
         ({"overrides": 3}, "overrides must be a mapping"),
         ({"learning_rate": -1.0}, "optimizer.learning_rate must be greater than 0.0, got -1.0"),
         ({"zzz": 1}, "parameter 'zzz' must be a known name"),

@@ -11,10 +11,26 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from labkit.config import ConvNetConfig, DigitsConfig, GptConfig, MlpConfig, TextConfig, UserDataConfig, UserModelConfig
+from labkit.config import (
+    ConvNetConfig,
+    DigitsConfig,
+    GptConfig,
+    MlpConfig,
+    TextConfig,
+    UserDataConfig,
+    UserModelConfig,
+)
 from labkit.data.sampler import GlobalSampler, SamplerState, even_extent, own_part
 from labkit.errors import ConfigError
-from labkit.tasks import Data, DataInfo, DatasetSamples, TensorSamples, build_model, cross_entropy_per_sample, load_data
+from labkit.tasks import (
+    Data,
+    DataInfo,
+    DatasetSamples,
+    TensorSamples,
+    build_model,
+    cross_entropy_per_sample,
+    load_data,
+)
 
 
 @given(st.integers(1, 200), st.integers(1, 64), st.integers(0, 2**40))
@@ -56,7 +72,9 @@ def test_a_resume_on_other_workers_goes_on_with_the_next_samples() -> None:
     assert own_part(batch, [4, 4], 1).tolist() == order[8:12].tolist()
 
 
-@pytest.mark.parametrize(("n", "w", "sizes"), [(145, 3, [48, 48, 49]), (10, 4, [2, 3, 2, 3]), (2, 4, [0, 1, 0, 1])])
+@pytest.mark.parametrize(
+    ("n", "w", "sizes"), [(145, 3, [48, 48, 49]), (10, 4, [2, 3, 2, 3]), (2, 4, [0, 1, 0, 1])]
+)
 def test_evaluation_parts_are_balanced_and_cover_all(n: int, w: int, sizes: list[int]) -> None:
     parts = [even_extent(n, rank, w) for rank in range(w)]
     assert [len(part) for part in parts] == sizes
@@ -74,7 +92,10 @@ def test_refuses_no_samples() -> None:
 def test_digits_are_scikit_learns() -> None:
     data = load_data(DigitsConfig())
     assert (len(data.train), len(data.val)) == (1500, 297)
-    inputs, targets = (torch.cat(pair) for pair in zip(data.train.batch(range(1500)), data.val.batch(range(297)), strict=True))
+    inputs, targets = (
+        torch.cat(pair)
+        for pair in zip(data.train.batch(range(1500)), data.val.batch(range(297)), strict=True)
+    )
     theirs = sklearn.datasets.load_digits()
     ours = sorted(zip(((inputs + 0.5) * 16).flatten(1).round().int().tolist(), targets.tolist(), strict=True))
     right = sorted(zip(theirs.data.astype(int).tolist(), theirs.target.tolist(), strict=True))
@@ -164,9 +185,13 @@ def test_what_is_no_model_is_refused(name: str, message: str) -> None:
         (GptConfig(width=16, num_heads=2), DataInfo((12,), 256), (2, 12, 256)),
     ],
 )
-def test_models_give_logits(config: MlpConfig | ConvNetConfig | GptConfig, info: DataInfo, shape: Sequence[int]) -> None:
+def test_models_give_logits(
+    config: MlpConfig | ConvNetConfig | GptConfig, info: DataInfo, shape: Sequence[int]
+) -> None:
     torch.manual_seed(0)
-    inputs = torch.zeros(2, *info.input_shape, dtype=torch.int64 if len(info.input_shape) == 1 else torch.float32)
+    inputs = torch.zeros(
+        2, *info.input_shape, dtype=torch.int64 if len(info.input_shape) == 1 else torch.float32
+    )
     assert build_model(config, info)(inputs).shape == tuple(shape)
 
 
@@ -190,7 +215,9 @@ def test_the_loss_of_a_sample_is_torchs_mean_over_its_positions() -> None:
     logits, targets = torch.randn(3, 5, 7), torch.randint(7, (3, 5))
     losses, right = cross_entropy_per_sample(logits, targets)
     for row in range(3):
-        assert losses[row] == pytest.approx(float(torch.nn.functional.cross_entropy(logits[row], targets[row])))
+        assert losses[row] == pytest.approx(
+            float(torch.nn.functional.cross_entropy(logits[row], targets[row]))
+        )
         assert right[row] == pytest.approx(float((logits[row].argmax(-1) == targets[row]).float().mean()))
 
 

@@ -209,14 +209,14 @@ def test_random_streams_come_back_exactly() -> None:
     import numpy as np
 
     random.gauss(0, 1)  # leaves a second number waiting
-    np.random.standard_normal()  # noqa: NPY002
+    np.random.standard_normal()
     state = random_state.capture()
 
     def draw() -> list[float]:
         return [
             random.gauss(0, 1),
             random.random(),
-            float(np.random.standard_normal()),  # noqa: NPY002
+            float(np.random.standard_normal()),
             float(torch.rand(())),
         ]
 

@@ -122,7 +122,11 @@ def test_stop_saves_and_ends_every_worker(runs: Path, launcher: str) -> None:
 def test_a_worker_that_raises_comes_first_with_its_traceback(
     runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launcher: str
 ) -> None:
-    _write_model(tmp_path, monkeypatch, "if os.getenv('RANKED') or rank() == 1 and self.calls > 2: raise ValueError('boom')")
+    _write_model(
+        tmp_path,
+        monkeypatch,
+        "if os.getenv('RANKED') or rank() == 1 and self.calls > 2: raise ValueError('boom')",
+    )
     status = _start("model={name: 'mymodel:build'}", f"launch.launcher={launcher}").wait(WAIT_S)
     assert status.state is RunState.FAILED
     assert status.error is not None
@@ -358,7 +362,9 @@ def test_a_finished_run_goes_further_only_when_given_more(runs: Path) -> None:
     run.wait(WAIT_S)
     with pytest.raises(ConfigError, match="has finished. Give more"):
         labkit.resume(run.folder)
-    with pytest.raises(ConfigError, match="override must not change what the checkpoint was trained with, got 'seed=1'"):
+    with pytest.raises(
+        ConfigError, match="override must not change what the checkpoint was trained with, got 'seed=1'"
+    ):
         labkit.resume(run.folder, ["seed=1"])
     _resume_to(run, 9)
 
@@ -376,7 +382,9 @@ def test_a_finished_run_goes_further_only_when_given_more(runs: Path) -> None:
         ("data={name: 'no_such_module:load'}", "data.name must be an importable module:function"),
     ],
 )
-def test_a_missing_function_is_refused_before_anything_starts(runs: Path, override: str, message: str) -> None:
+def test_a_missing_function_is_refused_before_anything_starts(
+    runs: Path, override: str, message: str
+) -> None:
     with pytest.raises(ConfigError) as caught:
         _start(override)
     assert message in str(caught.value)
@@ -384,7 +392,9 @@ def test_a_missing_function_is_refused_before_anything_starts(runs: Path, overri
     assert list(runs.iterdir()) == []
 
 
-def test_a_runs_folder_that_can_not_be_made_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_runs_folder_that_can_not_be_made_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "file").write_text("not a folder")
     monkeypatch.setenv("LABKIT_RUNS", str(tmp_path / "file" / "runs"))
     with pytest.raises(ConfigError, match="run folder must be writable, got .*file/runs/t: Not a directory"):
@@ -413,7 +423,9 @@ def test_a_disk_that_fills_up_fails_the_run_with_its_reason(
         subprocess.run(["umount", "-l", str(disk)], check=True)
 
 
-def test_a_full_disk_is_refused_before_anything_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_refused_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     disk = tmp_path / "disk"
     _small_disk(disk, "16k")
     try:
@@ -464,7 +476,10 @@ def test_two_machines_without_a_shared_disk_train_as_one(runs: Path, tmp_path: P
     assert [process.returncode for process in nodes] == [0, 0], outputs
     states = [json.loads(out.splitlines()[-1])["state"] for out, _ in outputs]
     assert states == ["finished", "finished"]
-    folders = {name: RunFolder(out.splitlines()[0]) for name, (out, _) in zip(("node1", "node0"), outputs, strict=True)}
+    folders = {
+        name: RunFolder(out.splitlines()[0])
+        for name, (out, _) in zip(("node1", "node0"), outputs, strict=True)
+    }
     assert folders["node0"].ranks() == [0, 1] and folders["node1"].ranks() == [2, 3]
     alone = _start(*settings, "cluster=1x1")
     alone.wait(WAIT_S)

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from labkit.cluster.placement import placements
 from labkit.config import from_overrides
 from labkit.engine.events import EventLog
 from labkit.errors import ConfigError
 from labkit.launch.code import code_digests, user_modules
 from labkit.launch.launcher import Exit
 from labkit.launch.verdict import root_cause
-from labkit.cluster.placement import placements
 from labkit.runfolder import (
     ProcessId,
     RunFolder,
@@ -35,7 +35,12 @@ def test_the_last_attempt_wins_and_no_step_stands_twice() -> None:
     first = [(1, step, 1.0) for step in range(1, 8)]
     second = [(2, step, 2.0) for step in range(6, 9)]
     found = last_attempt_wins(iter(_events(*first, *second)))
-    assert [(e["step"], e["value"]) for e in found] == [*((s, 1.0) for s in range(1, 6)), (6, 2.0), (7, 2.0), (8, 2.0)]
+    assert [(e["step"], e["value"]) for e in found] == [
+        *((s, 1.0) for s in range(1, 6)),
+        (6, 2.0),
+        (7, 2.0),
+        (8, 2.0),
+    ]
 
 
 def test_a_later_attempt_that_ended_earlier_drops_what_came_after() -> None:
@@ -63,9 +68,11 @@ def test_a_line_that_is_being_written_is_left_for_the_next_read(tmp_path: Path) 
 def test_events_of_many_writers_stay_whole_lines(tmp_path: Path) -> None:
     file = tmp_path / "rank0000.jsonl"
     logs = [EventLog(file, 1) for _ in range(4)]
+
     def write(log: EventLog) -> None:
         for step in range(200):
             log.write("metrics", step=step, values={"a": 1.0}, text="x" * 300)
+
     threads = [threading.Thread(target=write, args=(log,)) for log in logs]
     for thread in threads:
         thread.start()
@@ -120,7 +127,9 @@ def test_a_key_is_of_content_and_code_but_not_of_name_and_launch() -> None:
     assert run_key(from_overrides([]), {"labkit": "2"}) != base
 
 
-def test_an_edit_of_the_users_module_makes_another_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_edit_of_the_users_module_makes_another_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     file = tmp_path / "edited.py"
@@ -153,7 +162,9 @@ def test_runs_are_found_by_folder_key_beginning_and_latest(runs: Path) -> None:
     assert find_run("123").path == made[2].path
     assert find_run("abcdef0002").path == made[1].path
     assert find_run("latest").path == all_runs()[-1].path == made[2].path
-    with pytest.raises(ConfigError, match="run must name one run, got 'abc', which fits abcdef0001, abcdef0002"):
+    with pytest.raises(
+        ConfigError, match="run must name one run, got 'abc', which fits abcdef0001, abcdef0002"
+    ):
         find_run("abc")
     with pytest.raises(ConfigError, match="got 'zzz': none found"):
         find_run("zzz")
@@ -200,5 +211,7 @@ def test_the_root_cause_comes_before_what_it_caused(
 
 def test_importing_labkit_imports_neither_torch_nor_mlflow() -> None:
     code = "import labkit, labkit.launch, labkit.config, sys; print(sorted({'torch', 'mlflow'} & set(sys.modules)))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=dict(os.environ))
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=dict(os.environ)
+    )
     assert done.stdout.strip() == "[]"

@@ -44,7 +44,9 @@ def third_party_imports() -> set[str]:
 
 def test_every_declared_package_is_pinned_and_the_reverse() -> None:
     assert declared(PYPROJECT["project"]["dependencies"]) == set(pins("requirements.txt"))
-    assert declared(PYPROJECT["project"]["optional-dependencies"]["test"]) == set(pins("requirements-test.txt"))
+    assert declared(PYPROJECT["project"]["optional-dependencies"]["test"]) == set(
+        pins("requirements-test.txt")
+    )
 
 
 def test_a_pin_is_one_exact_version() -> None:

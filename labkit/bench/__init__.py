@@ -25,7 +25,8 @@ def run_benchmark(name: str, say: Callable[[str], None]) -> Report:
     """
     if name not in BENCHMARKS:
         raise ConfigError(
-            f"benchmark must be one of {', '.join(BENCHMARKS)}, got {name!r}. {did_you_mean(name, BENCHMARKS)}"
+            f"benchmark must be one of {', '.join(BENCHMARKS)}, got {name!r}. "
+            f"{did_you_mean(name, BENCHMARKS)}"
         )
     report: Report = importlib.import_module(f"labkit.bench.{name}").measure(say)
     return report

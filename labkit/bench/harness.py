@@ -98,7 +98,7 @@ def interleave(
     """
     values: dict[str, list[float]] = {name: [] for name in sides}
     for index in range(warmup + repeats):
-        order = list(sides) if index % 2 == 0 else list(reversed(sides))
+        order = list(sides)[:: 1 if index % 2 == 0 else -1]
         for name in order:
             value = sides[name]()
             if index >= warmup:

@@ -138,7 +138,9 @@ class _Muted:
         return None
 
 
-def _blocks(comm: Communicator, config: ExperimentConfig, path: str, tracker_pid: int) -> dict[str, list[float]]:
+def _blocks(
+    comm: Communicator, config: ExperimentConfig, path: str, tracker_pid: int
+) -> dict[str, list[float]]:
     """Mean step times of blocks of steps, with events and a running tracker, and without both."""
     folder = RunFolder(path)
     log = EventLog(folder.events_file(comm.rank), 1)

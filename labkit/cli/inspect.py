@@ -1,6 +1,5 @@
 """Verbs that look and start no run: `config`, `schema`, `doctor`, `bench`."""
 
-import sys
 from typing import Any
 
 import click
@@ -71,16 +70,29 @@ def doctor(is_json: bool) -> int:
 
 
 @click.command()
-@click.argument("name")
+@click.argument("name", required=False)
 @json_option
-def bench(name: str, is_json: bool) -> int:
+def bench(name: str | None, is_json: bool) -> None:
     """Measure one claim of the README and print a table.
+
+    Without a NAME it lists the benchmarks.
 
     \b
     Examples:
       labkit bench overhead --json
     """
-    from labkit.bench import main
+    from labkit.bench import BENCHMARKS, run_benchmark
 
-    sys.stdout.flush()
-    return int(main(name, is_json=is_json) or 0)
+    if name is None:
+        if is_json:
+            print_json(BENCHMARKS)
+        else:
+            print_table(("benchmark", "what it measures"), list(BENCHMARKS.items()))
+        return
+    found = run_benchmark(name, lambda line: click.echo(line, err=True))
+    if is_json:
+        click.echo(found.to_json())
+        return
+    print_table(("figure", "median", "spread", "aim", "met"), found.rows())
+    for note in found.notes:
+        click.echo(note)

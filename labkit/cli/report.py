@@ -61,8 +61,7 @@ def final_figures(folder: RunFolder) -> dict[str, float | None]:
 def _link_text(folder: RunFolder) -> str | None:
     """The run's page in MLflow; how to get there when nobody serves it at this moment."""
     url = links.run_url(folder)
-    is_served = links.base_url() != links.DEFAULT_BASE or links.served_url() is not None
-    return url if url is None or is_served else f"{url}  (after: labkit ui)"
+    return url if url is None or links.is_served() else f"{url}  (after: labkit ui)"
 
 
 def _headline(folder: RunFolder, status: RunStatus) -> str:

@@ -81,7 +81,8 @@ def _start(
             config,
             is_repeat=is_forced,
             is_detached=is_detached,
-            **({"rendezvous": rendezvous, "node": node} if rendezvous or node else {}),
+            rendezvous=rendezvous,
+            node=node,
             command=shlex.join(["labkit", *sys.argv[1:]]),
         )
 

@@ -25,13 +25,14 @@ def largest_remainder(shares: Sequence[float | Fraction], total: int) -> list[in
     References:
         Hamilton's method of apportionment; Balinski and Young, Fair Representation, 1982.
     """
-    for rank, share in enumerate(shares):
+    exact = [Fraction(share) for share in shares]
+    for rank, share in enumerate(exact):
         if share < 0:
             raise ConfigError(f"shares[{rank}] must be at least 0, got {float(share)}. Use 0 for no samples.")
-    if abs(sum(shares) - total) > 1e-6 * max(1, total):
-        raise ConfigError(f"shares must sum to {total}, got {float(sum(shares))}. Scale them.")
-    floors = [int(share) for share in shares]
-    order = sorted(range(len(shares)), key=lambda rank: (floors[rank] - shares[rank], rank))
+    if abs(sum(exact) - total) > 1e-6 * max(1, total):
+        raise ConfigError(f"shares must sum to {total}, got {float(sum(exact))}. Scale them.")
+    floors = [int(share) for share in exact]
+    order = sorted(range(len(exact)), key=lambda rank: (floors[rank] - exact[rank], rank))
     for rank in order[: total - sum(floors)]:
         floors[rank] += 1
     return floors

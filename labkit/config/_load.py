@@ -249,7 +249,7 @@ def from_parameters(
     Raises:
         ConfigError: an unknown or ambiguous name, or a bad value.
     """
-    top = [name for name in ExperimentConfig.model_fields]
+    top = list(ExperimentConfig.model_fields)
     leaves = _leaves()
     values: dict[str, Any] = dict(defaults or {})
     accepted = {*top, *leaves, "overrides", "run_dir"}

@@ -92,7 +92,7 @@ def read_checkpoint(data: bytes, name: str) -> dict[str, Any]:
         content = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except CheckpointError:
         raise
-    except Exception as error:  # noqa: BLE001 - any fault of a damaged file means: do not use it
+    except Exception as error:
         raise CheckpointError(
             f"{name} must be whole, got {type(error).__name__}: {error}".splitlines()[0]
         ) from None
@@ -108,7 +108,7 @@ def newest_checkpoint(folder: RunFolder, say: Callable[[str], None]) -> bytes | 
         Its bytes, or None when there is none.
     """
     for path in sorted(folder.checkpoints_dir.glob("step*.pt"), reverse=True):
-        data = path.read_bytes()
+        data: bytes = path.read_bytes()
         try:
             read_checkpoint(data, path.name)
         except CheckpointError as error:

@@ -19,13 +19,13 @@ def seed_everything(seed: int, *names: str | int) -> None:
     """Seed torch (all devices), numpy and Python from one named stream."""
     value = stream_seed(seed, *names)
     torch.manual_seed(value)
-    np.random.seed(value % 2**32)  # noqa: NPY002 - the user's code may use the global stream
+    np.random.seed(value % 2**32)
     random.seed(value)
 
 
 def capture() -> Tensor:
     """The state of torch's CPU and CUDA, numpy's and Python's global streams; shape (n,) uint8."""
-    _, keys, position, has_gauss, gauss = np.random.get_state()  # noqa: NPY002
+    _, keys, position, has_gauss, gauss = np.random.get_state()
     numpy_state = _NUMPY.pack(*keys, position, has_gauss, gauss)
     _, words, next_gauss = random.getstate()
     python_state = _PYTHON.pack(*words, next_gauss is not None, next_gauss or 0.0)
@@ -46,6 +46,6 @@ def restore(state: Tensor) -> None:
     if torch.cuda.is_initialized():
         torch.cuda.set_rng_state(cuda.clone())
     *keys, position, has_gauss, gauss = _NUMPY.unpack(numpy_state.numpy().tobytes())
-    np.random.set_state(("MT19937", np.array(keys, np.uint32), position, has_gauss, gauss))  # noqa: NPY002
+    np.random.set_state(("MT19937", np.array(keys, np.uint32), position, has_gauss, gauss))
     *words, is_set, next_gauss = _PYTHON.unpack(python_state.numpy().tobytes())
     random.setstate((3, tuple(words), next_gauss if is_set else None))

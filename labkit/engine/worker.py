@@ -79,7 +79,7 @@ def run_worker(task: WorkerTask) -> int:
     sys.path[:0] = [path for path in task.import_paths if path not in sys.path]
     try:
         _train(folder, task, stop)
-    except BaseException as error:  # noqa: BLE001 - every end of a worker is recorded
+    except BaseException as error:
         _record(folder, task, error)
         return error.exit_code if isinstance(error, ConfigError) else 1
     return EXIT_STOPPED if stop.is_set() else 0

@@ -6,7 +6,6 @@ run, and one plain line of progress a cell instead of a bar.
 """
 
 import logging
-import re
 import signal
 import time
 from collections.abc import Callable
@@ -14,7 +13,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import nbformat
 import papermill
 from nbclient.exceptions import CellExecutionError
 from nbformat import NotebookNode
@@ -23,53 +21,17 @@ from papermill.engines import Engine, NotebookExecutionManager, papermill_engine
 from papermill.exceptions import PapermillExecutionError, strip_color
 from papermill.execute import remove_error_markers
 
-from labkit.errors import LabkitError
 from labkit.lab._kernel import Limits, LocalKernel, Watchdog, closed_event_loop, connection_folder
-from labkit.lab._values import json_safe
+from labkit.lab._notebook_file import as_text
+from labkit.lab._outcome import KernelNotStarted, Outcome
+from labkit.lab._printer import Printer
 from labkit.runfolder import write_atomically
 
-_WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
 _IOPUB_TIMEOUT_S = 60  # nbclient's 4 s fail a good cell on a busy machine
 
 _quiet = logging.getLogger("labkit.lab.notebook")
 _quiet.addHandler(logging.NullHandler())
 _quiet.propagate = False
-
-
-class KernelNotStarted(LabkitError):
-    """The kernel's process ended, or did not answer, twice."""
-
-    exit_code = 138
-
-
-@dataclass
-class Outcome:
-    """What happened, cell by cell.
-
-    Attributes:
-        num_cells: Code cells that are not empty; -1 before the first begins.
-        num_done: How many of them have ended well.
-        cell: The one that runs or ended last, as `cell 3/7`.
-        error: Name, text and traceback of the exception that ended the notebook.
-        return_code: How the kernel's process ended, negative for a signal; None while it lives.
-    """
-
-    num_cells: int = -1
-    num_done: int = 0
-    cell: str = ""
-    error: tuple[str, str, str] | None = None
-    return_code: int | None = None
-
-    @property
-    def is_complete(self) -> bool:
-        """Every cell has run to its end; a `sys.exit(0)` at the end of the last one is one, too."""
-        left = self.num_cells - self.num_done
-        return left == 0 or (left == 1 and self.is_polite_exit)
-
-    @property
-    def is_polite_exit(self) -> bool:
-        """A cell called `sys.exit()` without an error code."""
-        return self.error is not None and self.error[0] == "SystemExit" and self.error[1] in ("", "0", "None")
 
 
 @dataclass
@@ -132,19 +94,6 @@ class Execution:
             write_atomically(self.file, as_text(self.notebook), is_durable=False)
 
 
-def as_text(notebook: NotebookNode) -> str:
-    """A notebook as strict JSON (no bare NaN, which JupyterLab refuses to open), without widget state."""
-    notebook.metadata.pop("widgets", None)
-    for cell in notebook.cells:
-        for output in cell.get("outputs", ()):
-            if len(output.get("data", ())) > 1:  # its view needs the state; the text beside it does not
-                output["data"].pop(_WIDGET_VIEW, None)
-    try:
-        return str(nbformat.writes(notebook, allow_nan=False))
-    except ValueError:
-        return str(nbformat.writes(nbformat.from_dict(json_safe(notebook)), allow_nan=False))
-
-
 class _Engine(Engine):  # type: ignore[misc] # papermill has no types
     """papermill's way to let another execute."""
 
@@ -198,7 +147,7 @@ class _Client(PapermillNotebookClient):  # type: ignore[misc] # papermill has no
             resources={"metadata": {"path": str(execution.working_dir)}},
         )
         self._execution, self._folder = execution, folder
-        self._printer = _Printer(execution.echo)
+        self._printer = Printer(execution.echo)
 
     def execute(self, **_: Any) -> NotebookNode:
         watchdog, outcome = self._execution.watchdog, self._execution.outcome
@@ -273,34 +222,6 @@ class _Client(PapermillNotebookClient):  # type: ignore[misc] # papermill has no
 
     def log_output_message(self, output: NotebookNode) -> None:
         self._printer.show(output)
-
-
-class _Printer:
-    """Passes on what a notebook prints, whole lines only, indented below the runner's own."""
-
-    def __init__(self, echo: Callable[[str], None]) -> None:
-        self._echo = echo
-        self._rest = {"stdout": "", "stderr": ""}
-
-    def show(self, output: NotebookNode) -> None:
-        if output.output_type == "stream":
-            *lines, self._rest[output.name] = (self._rest[output.name] + output.text).split("\n")
-            for line in lines:
-                self._line(line)
-        elif set(output.get("data", ())) & {"text/plain"}:
-            self.flush()
-            for line in str(output.data["text/plain"]).splitlines():
-                self._line(line)
-
-    def flush(self) -> None:
-        """Pass on lines without an end."""
-        for name, rest in self._rest.items():
-            self._rest[name] = ""
-            if rest:
-                self._line(rest)
-
-    def _line(self, line: str) -> None:
-        self._echo("    " + re.split(r"\r(?=.)", line.rstrip("\r"))[-1].rstrip())
 
 
 def _is_code(cell: NotebookNode) -> bool:

@@ -3,7 +3,6 @@
 import contextlib
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,19 +11,19 @@ from pathlib import Path
 from typing import Any
 
 import nbformat
-from nbclient.exceptions import DeadKernelError
 from nbformat import NotebookNode
 
-from labkit.errors import ConfigError, LabkitError
+from labkit.errors import LabkitError
 from labkit.lab import parameters
-from labkit.lab._execution import Execution, KernelNotStarted, Outcome
+from labkit.lab._execution import Execution
 from labkit.lab._kernel import Limits, Watchdog
+from labkit.lab._notebook_file import checked_output, read_notebook, use_python3
+from labkit.lab._outcome import first_line, judge
 from labkit.lab.notebook_folder import NotebookFolder, folder_for, notebook_key
 from labkit.runfolder import RunError, RunFolder, RunState, RunStatus, runs_root, write_atomically
 
 __all__ = ["Limits", "NotebookResult", "read_notebook", "run_notebook"]
 
-_DEAD_KERNEL = 138  # papermill's own choice
 _DEFAULT_LIMITS = Limits()
 
 
@@ -50,32 +49,6 @@ class NotebookResult:
     error: RunError | None = None
     runs: tuple[RunFolder, ...] = ()
     is_reused: bool = False
-
-
-def read_notebook(path: str | Path) -> NotebookNode:
-    """Read a notebook.
-
-    Raises:
-        ConfigError: there is no such file, it is not a notebook, or not one in Python.
-    """
-    path = Path(path)
-    try:
-        notebook = nbformat.reads(path.read_text(encoding="utf-8"), as_version=4)
-        cells = notebook.cells
-    except FileNotFoundError:
-        raise ConfigError(f"notebook must be an existing file, got {path}. Check the path.") from None
-    except OSError as error:
-        raise ConfigError(f"notebook must be readable, got {path}: {error.strerror}. Check it.") from None
-    except Exception as error:  # nbformat raises whatever it stumbles on
-        raise ConfigError(
-            f"notebook must be a Jupyter notebook, got {path}: {_first_line(error)}. "
-            "Open and save it in JupyterLab."
-        ) from None
-    language = notebook.metadata.get("kernelspec", {}).get("language") or "python"
-    if language != "python" or not cells:
-        what = f"a notebook in {language}" if cells else "one without cells"
-        raise ConfigError(f"notebook must be in Python and have cells, got {what}: {path}.")
-    return notebook
 
 
 def run_notebook(
@@ -118,8 +91,8 @@ def run_notebook(
     given = parameters.already_injected(source, schema)
     given |= parameters.collect(schema, values, texts=texts, files=files)
     effective = {name: given.get(name, declared.default) for name, declared in schema.items()}
-    copy_to = _checked_output(path, output)
-    _use_python3(source, echo)
+    copy_to = checked_output(path, output)
+    use_python3(source, echo)
     plain = parameters.inject(source, {})
     folder = folder_for(path.stem, notebook_key(plain, effective), is_repeat=is_repeat)
     status = folder.claim()
@@ -168,15 +141,13 @@ def _execute(
     try:
         with _signals_stop(watchdog):
             execution.run(notebook)
-    except (DeadKernelError, KernelNotStarted) as error:
-        failure = error
     except BaseException as error:
         failure = error
         if not isinstance(error, Exception):
             raise
     finally:
         watchdog.close()
-        state, exit_code, error_record = _judge(execution.outcome, watchdog, failure)
+        state, exit_code, error_record = judge(execution.outcome, watchdog.verdict, failure)
         now = time.time()
         ended = status.model_copy(
             update={"state": state, "error": error_record, "ended_at": now, "heartbeat_at": now}
@@ -200,42 +171,6 @@ def _write_end(folder: NotebookFolder, ended: RunStatus) -> None:
         ) from None
 
 
-def _judge(
-    outcome: Outcome, watchdog: Watchdog, failure: BaseException | None
-) -> tuple[RunState, int, RunError | None]:
-    """State, exit code and cause, from what the cells, the kernel and the clock say."""
-    if outcome.is_complete:
-        return RunState.FINISHED, 0, None
-    place = f" in {outcome.cell}" if outcome.cell else ""
-    state, exit_code = RunState.FAILED, 1
-    if watchdog.verdict is not None:
-        state, reason = watchdog.verdict
-        exit_code = _DEAD_KERNEL if state is RunState.FAILED else state.exit_code
-        message = reason + place
-    elif isinstance(failure, KernelNotStarted):
-        exit_code, message = _DEAD_KERNEL, f"{failure}. See kernel.log beside the notebook."
-    elif isinstance(failure, DeadKernelError):
-        exit_code, message = _DEAD_KERNEL, _death(outcome.return_code, place)
-    elif isinstance(failure, Exception):
-        message = f"{type(failure).__name__}: {_first_line(failure)}{place}"
-    elif failure is not None:  # a Ctrl-C that no handler took
-        state, exit_code, message = RunState.KILLED, RunState.KILLED.exit_code, f"interrupted{place}"
-    elif outcome.is_polite_exit:
-        left = outcome.num_cells - outcome.num_done - 1
-        message = f"sys.exit() ended the notebook{place}, {left} still to go. Raise an error, or drop it."
-    else:
-        name, text, _ = outcome.error or ("Error", "the notebook did not run to its end", "")
-        message = f"{name}: {_first_line(text)}{place}"
-    return state, exit_code, RunError(message=message, traceback=outcome.error[2] if outcome.error else "")
-
-
-def _death(return_code: int | None, place: str) -> str:
-    if return_code is None or return_code >= 0:
-        return f"kernel exited (code {return_code}){place}"
-    hint = "; often for want of memory" if -return_code == signal.SIGKILL else ""
-    return f"kernel died (signal {-return_code}){place}{hint}"
-
-
 def _environment(folder: NotebookFolder) -> dict[str, str]:
     return {
         **os.environ,
@@ -244,31 +179,6 @@ def _environment(folder: NotebookFolder) -> dict[str, str]:
         "LABKIT_RUNS": str(runs_root()),  # it may be relative to where we are, which the kernel is not
         "PYDEVD_DISABLE_FILE_VALIDATION": "1",  # else the debugger complains about frozen modules
     }
-
-
-def _use_python3(notebook: NotebookNode, echo: Callable[[str], None]) -> None:
-    """A kernel's name means something on the machine it was saved on; here there is one kernel."""
-    saved = notebook.metadata.get("kernelspec", {}).get("name", "python3")
-    if saved != "python3":
-        echo(f"notebook was saved with the kernel {saved!r}; it runs with python3 of {sys.prefix}")
-    notebook.metadata["kernelspec"] = NotebookNode(name="python3", display_name="Python 3", language="python")
-
-
-def _checked_output(path: Path, output: str | Path | None) -> Path | None:
-    """Make the folder that the copy goes to, before anything runs."""
-    if output is None:
-        return None
-    output = Path(output).absolute()
-    if output.is_dir() or output.resolve() == path.resolve():
-        what = "a folder" if output.is_dir() else "the notebook itself"
-        raise ConfigError(f"output must be the path of a new notebook, got {what}: {output}. Name another.")
-    try:
-        output.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(
-            f"output's folder must be writable, got {output.parent}: {error.strerror}. Name another."
-        ) from None
-    return output
 
 
 def _copy(folder: NotebookFolder, output: Path | None) -> None:
@@ -305,7 +215,7 @@ def _hand_to_runs(folder: NotebookFolder, echo: Callable[[str], None]) -> None:
             write_atomically(run.notebook_file, folder.notebook_file.read_text(encoding="utf-8"))
             log_notebook(run)
         except Exception as error:  # the notebook's own result must not depend on it
-            echo(f"the executed notebook did not reach run {run.key}: {_first_line(error)}")
+            echo(f"the executed notebook did not reach run {run.key}: {first_line(error)}")
 
 
 @contextlib.contextmanager
@@ -327,10 +237,6 @@ def _signals_stop(watchdog: Watchdog) -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _first_line(error: BaseException | str) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def _print_line(line: str) -> None:

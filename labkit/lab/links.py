@@ -40,6 +40,11 @@ def served_url() -> str | None:
     return served.url if served.owner.is_alive() else None
 
 
+def is_served() -> bool:
+    """Links lead somewhere at this moment: to the user's own server, or to a UI that runs."""
+    return os.environ.get("MLFLOW_TRACKING_URI", "").startswith("http") or served_url() is not None
+
+
 @contextmanager
 def served_at(url: str) -> Iterator[None]:
     """While this is active, links lead to `url`."""

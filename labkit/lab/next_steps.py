@@ -1,7 +1,6 @@
 """Where to look further once a run is there."""
 
 import html
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -51,12 +50,11 @@ def next_steps(run: Any) -> NextSteps:
         run: A run's handle, its folder, its key, the beginning of its key, or `latest`.
     """
     folder = folder_of(run)
-    served = os.environ.get("LABKIT_MLFLOW_UI", "").partition("/#")[0]
     commands = {
         "python -m labkit ui": "serve the MLflow UI, which the link needs",
         "python -m labkit status": "all runs and their states",
         f"python -m labkit reproduce {folder.key}": "train this again from its record",
     }
-    if served:
+    if links.is_served():
         del commands["python -m labkit ui"]
-    return NextSteps(folder.path, links.run_url(folder, served or None), commands)
+    return NextSteps(folder.path, links.run_url(folder), commands)

@@ -1,4 +1,4 @@
-"""Run a function on real workers: forked processes that meet over gloo on loopback. For tests and benchmarks."""
+"""Run a function on real workers, forked processes that meet over gloo, for tests and benchmarks."""
 
 import multiprocessing
 import os
@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from labkit.comm import Communicator, Rendezvous, StoreServer, join
+from labkit.comm import Rendezvous, StoreServer, join
 
 # OpenMP's threads do not survive a fork: neither this process nor its workers may have any.
 torch.set_num_threads(1)
@@ -44,7 +44,7 @@ def _child(
         # Plain pickle copies tensors; torch's own way would share memory of a process about to end.
         connection.send_bytes(pickle.dumps((True, value)))
         comm.close()
-    except BaseException as error:  # noqa: BLE001 - reported to the parent
+    except BaseException as error:
         fault = ("PeerError" in type(error).__name__, traceback.format_exc())
         connection.send_bytes(pickle.dumps((False, fault)))
     connection.close()

@@ -91,7 +91,7 @@ def _fork_away(
 
         function(reply, *arguments)
         code = 0
-    except BaseException as error:  # noqa: BLE001 - the last place where it can be said
+    except BaseException as error:
         traceback.print_exc()
         if not pipe.closed:
             fault = (

@@ -153,8 +153,9 @@ def _group(parameters: Sequence[torch.nn.Parameter], bucket_bytes: int) -> list[
         open_groups[kind] = (group, size_bytes + own_bytes)
     exact = [g for g in groups if g[0].dtype in (torch.float32, torch.float64)]
     if not exact:
+        found = parameters[0].dtype if parameters else "none"
         raise ConfigError(
-            f"model must have float32 or float64 parameters, got {parameters[0].dtype if parameters else 'none'}. "
+            f"model must have float32 or float64 parameters, got {found}. "
             "Keep at least one layer in float32."
         )
     last = exact[-1]

@@ -58,7 +58,10 @@ def _convnet(config: ConvNetConfig, info: DataInfo) -> nn.Module:
 
 
 class Gpt(nn.Module):
-    """Decoder-only transformer with pre-norm blocks (Radford et al., 2019); inputs (b, t), logits (b, t, v)."""
+    """Decoder-only transformer with pre-norm blocks (Radford et al., 2019).
+
+    Inputs have shape (b, t), logits (b, t, classes).
+    """
 
     def __init__(self, config: GptConfig, info: DataInfo) -> None:
         super().__init__()

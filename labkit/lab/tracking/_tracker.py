@@ -112,7 +112,7 @@ class Watch:
             self._is_over.set()
 
     def _look_for_folder(self, status: RunStatus) -> None:
-        """End the process if the run folder was deleted, or the supervisor died before the run was its own."""
+        """End the process if the run folder was deleted, or its supervisor died before it took the run."""
         is_nobodys = self._is_supervisor_gone and status.owner is None
         if self._folder.exists() and not is_nobodys:
             self._seen_at = time.monotonic()
