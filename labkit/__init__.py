@@ -58,3 +58,8 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted(__all__)
+
+
+def load_ipython_extension(ipython: Any) -> None:
+    """`%load_ext labkit` brings the `%%labfile` cell magic."""
+    importlib.import_module("labkit.lab.magic").load_ipython_extension(ipython)

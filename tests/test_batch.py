@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -269,7 +270,9 @@ def test_a_killed_runner_leaves_no_kernel_and_its_notebook_is_lost(runs: Path, t
         "import os, pathlib, time\npathlib.Path('pid').write_text(str(os.getpid()))\ntime.sleep(600)",
     )
     code = f"from labkit.lab.batch import run_notebook; run_notebook({str(path)!r})"
-    runner = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.DEVNULL)
+    sockets = tempfile.mkdtemp()  # what a killed runner can't remove
+    environment = {**os.environ, "TMPDIR": sockets}
+    runner = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.DEVNULL, env=environment)
     try:
         wait_for(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text())
         (folder,) = all_notebooks(runs)
@@ -279,6 +282,7 @@ def test_a_killed_runner_leaves_no_kernel_and_its_notebook_is_lost(runs: Path, t
     finally:
         runner.kill()
         runner.wait()
+        shutil.rmtree(sockets)
     wait_for(lambda: is_gone(int((tmp_path / "pid").read_text())))
     status = folder.status()
     assert status.state is RunState.LOST and status.error is not None and "died" in status.error.message

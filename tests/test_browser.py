@@ -132,9 +132,8 @@ def _in_folder(plan: Any, folder: Path, runs: Path, jupyter: Path) -> Any:
 @pytest.fixture
 def lab(server: Lab, monkeypatch: pytest.MonkeyPatch) -> Iterator[Lab]:
     """The lab with its folders empty; afterwards no kernel is left."""
-    for path in (server.folder, server.runs):
-        shutil.rmtree(path)
-        path.mkdir()
+    for path in (*server.folder.iterdir(), *server.runs.iterdir()):
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
     monkeypatch.setenv("LABKIT_RUNS", str(server.runs))
     yield server
     for session in server.api("sessions"):

@@ -1,9 +1,11 @@
 """The command line: what each verb prints, its exit codes, and that bad input starts nothing."""
 
+import contextlib
 import json
 import os
 import re
 import signal
+import sqlite3
 import subprocess
 import sys
 import time
@@ -265,7 +267,9 @@ def test_status_after_a_resume_shows_the_newest_attempt(
     assert (shown["attempt"], shown["step"], shown["total_steps"]) == (2, 22, 40)
 
 
-def test_status_says_lost_when_the_owner_is_dead(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_status_says_lost_when_the_owner_is_dead_and_tells_mlflow(
+    runs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = MadeRun(runs).start().steps(1, 2)
     run.close()
     dead = ProcessId.current().model_copy(update={"started_at": 1.0})
@@ -273,6 +277,8 @@ def test_status_says_lost_when_the_owner_is_dead(runs: Path, capsys: pytest.Capt
     assert main(["status", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)[0]["state"] == "lost"
     assert run.folder.read_status().state is RunState.LOST
+    with contextlib.closing(sqlite3.connect(runs / "mlflow.db")) as database:
+        assert database.execute("select status from runs").fetchall() == [("FAILED",)]
 
 
 def test_status_says_unresponsive_when_the_owner_shows_no_life(

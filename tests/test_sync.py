@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from labkit.comm import Communicator, SoloCommunicator
-from labkit.config import SyncConfig
+from labkit.config import AllReduceConfig
 from labkit.errors import ConfigError
 from labkit.launch.forked import run_workers
 from labkit.sync import (
@@ -26,7 +26,7 @@ def _allreduce(
     model: nn.Module, optimizer: torch.optim.Optimizer, comm: Communicator, clip: float | None
 ) -> Strategy:
     # Buckets far smaller than the model: several collectives per step, overlapping back-propagation.
-    return AllReduce(model, optimizer, comm, SyncConfig(bucket_bytes=300), clip_norm=clip)
+    return AllReduce(model, optimizer, comm, AllReduceConfig(bucket_bytes=300), clip_norm=clip)
 
 
 STRATEGIES: list[Build] = [_allreduce]

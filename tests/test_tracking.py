@@ -299,6 +299,19 @@ def test_a_resume_goes_on_in_the_same_mlflow_run(run: TrackedRun, store: Store) 
     assert store.rows("select value from latest_metrics where key = 'final/train_loss'") == [(1 / 8,)]
 
 
+def test_a_restart_of_the_workers_is_another_attempt_of_the_same_run(run: TrackedRun, store: Store) -> None:
+    tracker = run.track()
+    run.steps(1, 6)
+    wait_until(lambda: len(store.history(run.run_id, "train/loss")) == 6)
+    run.begin(attempt=2)
+    run.steps(5, 8)
+    wait_until(lambda: len(store.history(run.run_id, "train/loss")) == 8)
+    run.end()
+    assert finish(tracker) == [0], run.tracker_log()
+    assert store.tags(run.run_id)["labkit.attempt"] == "2"
+    assert len(store.rows("select * from runs")) == 1
+
+
 def test_a_deleted_experiment_comes_back(run: TrackedRun, store: Store, runs: Path) -> None:
     run.steps(1, 2).end()
     assert tracking.sync(run.folder)
@@ -330,6 +343,15 @@ def test_the_executed_notebook_is_logged_after_the_run(run: TrackedRun, store: S
     run.folder.notebook_file.write_text("{}")
     assert tracking.log_notebook(run.folder)
     assert (artifacts(runs, run) / "notebook" / "notebook.ipynb").read_text() == "{}"
+
+
+def test_a_creation_of_the_store_that_was_killed_is_done_again(runs: Path) -> None:
+    for name in ("mlflow.db", ".mlflow.db.new-journal"):
+        (runs / name).touch()
+    (runs / ".mlflow.db.new").write_bytes(b"half a database")
+    tracking.ensure_store()
+    assert Store(runs).rows("select name from experiments") == [("Default",)]
+    assert {path.name for path in runs.iterdir()} == {"mlflow.db", "mlflow.db.lock"}
 
 
 def test_a_store_that_is_there_costs_one_look(store: Store, runs: Path) -> None:

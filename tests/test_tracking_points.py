@@ -17,7 +17,7 @@ from labkit.engine.events import EventLog
 from labkit.lab.tracking import _collect
 from labkit.lab.tracking._collect import Collector
 from labkit.lab.tracking._describe import cut, flat_params, mlflow_status, note, run_name
-from labkit.lab.tracking._points import Point, metric_name
+from labkit.lab.tracking._points import Point, plain_name
 from labkit.lab.tracking._state import TrackingState, read_state, write_state
 from labkit.lab.tracking._store import sqlite_file, sqlite_uri, without_password
 from labkit.runfolder import RunFolder, RunState
@@ -74,17 +74,18 @@ def _all_points(folder: RunFolder) -> list[Point]:
         ("x" * 300, "x" * 250),
     ],
 )
-def test_a_metric_name_becomes_the_nearest_that_mlflow_takes(given_name: str, name: str) -> None:
-    assert metric_name(given_name) == name
+def test_a_name_becomes_the_nearest_that_mlflow_takes(given_name: str, name: str) -> None:
+    assert plain_name(given_name) == name
 
 
 def test_mlflow_takes_every_name_made_so() -> None:
-    from mlflow.utils.validation import _validate_metric_name
+    from mlflow.utils.validation import _validate_metric_name, _validate_param
 
     @given(st.text(max_size=300))
     @settings(max_examples=300, deadline=None)
     def holds(name: str) -> None:
-        _validate_metric_name(metric_name(name))
+        _validate_metric_name(plain_name(name))
+        _validate_param(plain_name(name), "value")
 
     holds()
 
@@ -297,6 +298,13 @@ def test_parameters_are_flat_texts() -> None:
     assert params["model.channels"] == "[4, 8]"
     assert params["engine.max_steps"] == "null"
     assert params["model.has_batch_norm"] == "true"
+
+
+def test_a_users_option_may_have_any_name() -> None:
+    model = {"name": "my_models:build", "options": {"top@5": 1, "a//b": 2}}
+    params = flat_params(from_mapping({"model": model}))
+    assert params["model.options.top_5"] == "1"
+    assert params["model.options.a/b"] == "2"
 
 
 def long_config() -> ExperimentConfig:

@@ -17,7 +17,7 @@ from torch import nn
 from labkit.bench.harness import Report, interleave, ratios
 from labkit.cluster.placement import placements
 from labkit.comm import Communicator
-from labkit.config import ExperimentConfig, SyncConfig, from_overrides
+from labkit.config import AllReduceConfig, ExperimentConfig, from_overrides
 from labkit.engine.events import EventLog
 from labkit.engine.train import Trainer
 from labkit.lab.batch import run_notebook
@@ -80,7 +80,7 @@ def _step_times(comm: Communicator) -> dict[str, list[float]]:
     inputs, targets = torch.randn(16, 1024), torch.randint(320, (16,))
     ours, theirs = _big_model(), nn.parallel.DistributedDataParallel(_big_model())
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.01, momentum=0.9) for m in (ours, theirs)]
-    strategy = AllReduce(ours, optimizers[0], comm, SyncConfig())
+    strategy = AllReduce(ours, optimizers[0], comm, AllReduceConfig())
     flat = torch.zeros(sum(parameter.numel() for parameter in ours.parameters()))
 
     def labkit_step() -> None:
@@ -204,5 +204,7 @@ def _notebook(report: Report, folder: Path) -> None:
         report.notes.append("notebook_kb: not measured, the notebooks are not beside the package")
         return
     overrides = {"num_epochs": 2, "cluster": "1x2"}
-    result = run_notebook(root / "notebooks" / "02_train.ipynb", overrides, output=folder / "out.ipynb")
+    result = run_notebook(
+        root / "notebooks" / "02_train.ipynb", overrides, output=folder / "out.ipynb", echo=lambda _: None
+    )
     report.add("notebook_kb", [result.notebook.stat().st_size / 1000], "<= 300")

@@ -28,13 +28,21 @@ def report(
         print_json({**summary_of(folder, status), **(extra or {})})
         return
     if status.error is not None:
-        click.echo(failure_text(folder, status))
+        click.echo(_cause(folder, status))
     click.echo(_headline(folder, status))
     _line("run", str(folder.path))
     _line("mlflow", _link_text(folder))
     if status.state.is_final and status.state is not RunState.FINISHED:
         _line("logs", f"labkit logs {folder.key}")
         _line("resume", f"labkit resume {folder.key}")
+
+
+def _cause(folder: RunFolder, status: RunStatus) -> str:
+    """Message and traceback; for a worker that left none, the last lines of its log."""
+    error = status.error
+    if error is None or not error.traceback:
+        return failure_text(folder, status)
+    return f"{error.message}\n{error.traceback}".rstrip()
 
 
 def _line(name: str, value: str | None) -> None:

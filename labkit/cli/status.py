@@ -10,7 +10,7 @@ import click
 from labkit.cli.glance import Glance, glance
 from labkit.cli.output import is_terminal, json_option, print_json, print_table, table
 from labkit.launch.reap import reap
-from labkit.runfolder import RunFolder, all_runs, find_run, runs_root
+from labkit.runfolder import RunFolder, RunState, all_runs, find_run, runs_root
 
 _COLUMNS = ("run", "experiment", "state", "step", "loss", "val acc", "age")
 _SHOWN = 20
@@ -35,8 +35,21 @@ def status(runs: tuple[str, ...], is_all: bool, is_watch: bool, is_json: bool) -
     """
     if is_watch:
         _watch(runs, is_all, is_json)
-    else:
-        _print(_look(runs, is_all), is_json)
+        return
+    glances = _look(runs, is_all)
+    _print(glances, is_json)
+    sys.stdout.flush()
+    _close_lost(glances)
+
+
+def _close_lost(glances: Sequence[Glance]) -> None:
+    """Tell MLflow of runs whose supervisor and tracker have both died: it would show them running for ever."""
+    for item in glances:
+        if item.state is RunState.LOST:
+            from labkit.lab.tracking import close_lost
+
+            if not close_lost(RunFolder(item.folder)):
+                return  # MLflow is away; next time
 
 
 def _look(runs: Sequence[str], is_all: bool) -> list[Glance]:

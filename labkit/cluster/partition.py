@@ -29,7 +29,7 @@ def largest_remainder(shares: Sequence[float | Fraction], total: int) -> list[in
     for rank, share in enumerate(exact):
         if share < 0:
             raise ConfigError(f"shares[{rank}] must be at least 0, got {float(share)}. Use 0 for no samples.")
-    if abs(sum(exact) - total) > 1e-6 * max(1, total):
+    if abs(float(sum(exact)) - total) > 1e-6 * max(1, total):
         raise ConfigError(f"shares must sum to {total}, got {float(sum(exact))}. Scale them.")
     floors = [int(share) for share in exact]
     order = sorted(range(len(exact)), key=lambda rank: (floors[rank] - exact[rank], rank))

@@ -140,13 +140,22 @@ class WorkerConfig(Section):
     local_batch_size: Annotated[int, Field(ge=0)] | None = Field(
         None, description="samples of each global batch; none: an even split"
     )
+    speed: PositiveFloat = Field(
+        1.0, description="emulated speed: engine.step_padding_s is for an even share at speed 1"
+    )
 
 
 class NodeConfig(Section):
-    """One machine. `workers: 4` with an optional `device` is short for four equal workers."""
+    """One machine. `workers: 4`, with an optional `device` and `speed`, is short for four equal workers."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="its name")
     workers: Annotated[tuple[WorkerConfig, ...], Field(strict=False)] = Field(min_length=1)
+    up_mbit: PositiveFloat | None = Field(
+        None, description="emulated rate of its link towards the others, Mbit/s; none: the cluster's"
+    )
+    down_mbit: PositiveFloat | None = Field(
+        None, description="emulated rate of its link from the others, Mbit/s; none: the cluster's"
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -155,7 +164,7 @@ class NodeConfig(Section):
             return value
         short = dict(value)
         count = short["workers"]
-        worker = {"device": short.pop("device")} if "device" in short else {}
+        worker = {key: short.pop(key) for key in ("device", "speed") if key in short}
         if isinstance(count, bool) or count < 1:
             raise ValueError(
                 f"workers of node {short.get('name')!r} must be at least 1, got {count}. "
@@ -168,6 +177,9 @@ class ClusterConfig(Section):
     """Nodes and their workers. Ranks are given out in this order."""
 
     nodes: Annotated[tuple[NodeConfig, ...], Field(strict=False)] = Field(min_length=1)
+    link_mbit: PositiveFloat | None = Field(
+        None, description="emulated rate of every node's link, Mbit/s; none: as fast as it goes"
+    )
 
     @field_validator("nodes")
     @classmethod
@@ -199,16 +211,76 @@ def cluster_of_shape(num_nodes: int, workers_per_node: int) -> ClusterConfig:
 # --- sync, optimizer, schedule -----------------------------------------------------------------
 
 
-class SyncConfig(Section):
-    """How workers agree on one update per global batch."""
+BatchNorm = Annotated[
+    Literal["local", "synchronized"],
+    Field(description="batch statistics of each worker, or of the global batch"),
+]
 
-    name: Literal["allreduce"] = Field("allreduce", description="flat synchronous all-reduce")
+
+class AllReduceConfig(Section):
+    """Flat synchronous all-reduce over all workers."""
+
+    name: Literal["allreduce"] = "allreduce"
     bucket_bytes: PositiveInt = Field(
         5_000_000, description="gradient bytes per collective; small ones overlap better"
     )
-    batch_norm: Literal["local", "synchronized"] = Field(
-        "local", description="batch statistics of each worker, or of the global batch"
+    batch_norm: BatchNorm = "local"
+
+
+class HierarchicalConfig(Section):
+    """Two levels: shared memory inside a node, sliced all-reduce between nodes."""
+
+    name: Literal["hierarchical"] = "hierarchical"
+    wire: Literal["float32", "bfloat16"] = Field(
+        "float32", description="format between nodes; bfloat16 halves the bytes, with error feedback"
     )
+    chunk_bytes: PositiveInt | None = Field(
+        None, description="gradient bytes per collective between nodes; none: measured at the start"
+    )
+    num_senders: PositiveInt | None = Field(
+        None, description="workers per node that talk to other nodes; none: measured at the start"
+    )
+    batch_norm: BatchNorm = "local"
+
+
+class ParameterServerConfig(Section):
+    """Flat synchronous parameter server on worker 0, the native distributed strategy of 2016-2020."""
+
+    name: Literal["parameter_server"] = "parameter_server"
+    batch_norm: BatchNorm = "local"
+
+
+class LocalSgdConfig(Section):
+    """Workers step alone and average their parameters now and then, at each level with its own period."""
+
+    name: Literal["local_sgd"] = "local_sgd"
+    period_steps: PositiveInt = Field(8, description="steps between averages over all workers")
+    node_period_steps: PositiveInt = Field(1, description="steps between averages inside a node")
+    momentum: Literal["averaged", "kept"] = Field(
+        "averaged", description="average the optimizer's state with the parameters, or keep each worker's"
+    )
+    switch_step: Annotated[int, Field(ge=0)] = Field(
+        0, description="synchronous up to this step, local after it (post-local SGD)"
+    )
+    batch_norm: BatchNorm = "local"
+
+    @model_validator(mode="after")
+    def _periods_nest(self) -> "LocalSgdConfig":
+        if self.period_steps % self.node_period_steps:
+            raise ValueError(
+                f"sync.period_steps must be a multiple of sync.node_period_steps ({self.node_period_steps}), "
+                f"got {self.period_steps}. Use {self.node_period_steps * 2}."
+            )
+        return self
+
+
+SyncConfig = Annotated[
+    Annotated[AllReduceConfig, Tag("<allreduce>")]
+    | Annotated[HierarchicalConfig, Tag("<hierarchical>")]
+    | Annotated[ParameterServerConfig, Tag("<parameter_server>")]
+    | Annotated[LocalSgdConfig, Tag("<local_sgd>")],
+    Discriminator(_tag_of),
+]
 
 
 class SgdConfig(Section):
@@ -241,8 +313,22 @@ class AdamWConfig(Section):
     weight_decay: Annotated[float, Field(ge=0)] = Field(0.01, description="decoupled decay")
 
 
+class LarsConfig(Section):
+    """Layer-wise adaptive rate scaling (You et al., 2017), the rule of the paper and of MLPerf."""
+
+    name: Literal["lars"] = "lars"
+    learning_rate: PositiveFloat = Field(1.0, description="peak learning rate")
+    momentum: Fraction = Field(0.9, description="momentum")
+    weight_decay: Annotated[float, Field(ge=0)] = Field(1e-4, description="L2 penalty")
+    trust_coefficient: PositiveFloat = Field(0.001, description="trust coefficient (eta)")
+    is_small_decayed: bool = Field(False, description="weight decay on biases and normalisation too")
+    is_small_adapted: bool = Field(False, description="trust ratio on biases and normalisation too")
+
+
 OptimizerConfig = Annotated[
-    Annotated[SgdConfig, Tag("<sgd>")] | Annotated[AdamWConfig, Tag("<adamw>")],
+    Annotated[SgdConfig, Tag("<sgd>")]
+    | Annotated[AdamWConfig, Tag("<adamw>")]
+    | Annotated[LarsConfig, Tag("<lars>")],
     Discriminator(_tag_of),
 ]
 
@@ -308,6 +394,9 @@ class LaunchConfig(Section):
     start_timeout_s: PositiveFloat = Field(120.0, description="until all workers have met")
     stop_grace_s: PositiveFloat = Field(5.0, description="from SIGTERM to SIGKILL")
     is_tracked: bool = Field(True, description="send the run to MLflow while it runs")
+    is_emulated: bool = Field(
+        False, description="nodes as network namespaces with links of the cluster file's rates (Linux)"
+    )
 
 
 class ExperimentConfig(Section):
@@ -321,7 +410,7 @@ class ExperimentConfig(Section):
     model: ModelConfig = ConvNetConfig()
     data: DataConfig = DigitsConfig()
     cluster: ClusterConfig = cluster_of_shape(1, 1)
-    sync: SyncConfig = SyncConfig()
+    sync: SyncConfig = AllReduceConfig()
     optimizer: OptimizerConfig = SgdConfig()
     schedule: ScheduleConfig = ScheduleConfig()
     engine: EngineConfig = EngineConfig()
@@ -353,6 +442,26 @@ class ExperimentConfig(Section):
             raise ValueError(
                 "engine.global_batch_size must be at most the number of training samples "
                 f"({1797 - self.data.num_val}), got {total}. Lower it."
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _wire_fits_dtype(self) -> "ExperimentConfig":
+        if isinstance(self.sync, HierarchicalConfig) and self.sync.wire == "bfloat16":
+            if self.engine.dtype != "float32":
+                raise ValueError(
+                    f"sync.wire must be 'float32' with engine.dtype {self.engine.dtype!r}, got 'bfloat16'. "
+                    "Change one of them."
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _warmup_fits(self) -> "ExperimentConfig":
+        steps = self.engine.max_steps
+        if steps is not None and self.schedule.warmup_steps > steps:
+            raise ValueError(
+                f"schedule.warmup_steps must be at most engine.max_steps ({steps}), got "
+                f"{self.schedule.warmup_steps}. Shorten the warm-up."
             )
         return self
 

@@ -17,7 +17,7 @@ from labkit.errors import ConfigError
 from labkit.optim.build import build_optimizer
 from labkit.optim.schedule import learning_rate_at
 from labkit.runfolder import RunFolder
-from labkit.sync import AllReduce, StepTotals, Strategy, synchronize_batch_norm
+from labkit.sync import StepTotals, Strategy, build_strategy, synchronize_batch_norm
 from labkit.tasks import Batch, Data, Samples, build_model, load_data
 
 
@@ -83,11 +83,12 @@ class Trainer:
 
     def _build_strategy(self) -> Strategy:
         optimizer = build_optimizer(self.config.optimizer, self.model.parameters())
-        return AllReduce(
+        return build_strategy(
+            self.config.sync,
             self.model,
             optimizer,
             self.comm,
-            self.config.sync,
+            self.placement,
             clip_norm=self.config.engine.clip_norm,
             clock=self._clock,
         )

@@ -2,6 +2,7 @@
 
 from labkit.sync.allreduce import AllReduce
 from labkit.sync.batch_norm import RunningStatistics, SynchronizedBatchNorm, synchronize_batch_norm
+from labkit.sync.build import build_strategy
 from labkit.sync.strategy import StepTotals, Strategy
 
 __all__ = [
@@ -9,6 +10,7 @@ __all__ = [
     "RunningStatistics",
     "StepTotals",
     "Strategy",
+    "build_strategy",
     "SynchronizedBatchNorm",
     "synchronize_batch_norm",
 ]

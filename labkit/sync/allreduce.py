@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from labkit.comm import Communicator
-from labkit.config import SyncConfig
+from labkit.config import AllReduceConfig
 from labkit.sync.batch_norm import RunningStatistics
 from labkit.sync.buckets import GradientBuckets
 from labkit.sync.strategy import StepTotals
@@ -29,7 +29,7 @@ class AllReduce:
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         comm: Communicator,
-        config: SyncConfig,
+        config: AllReduceConfig,
         *,
         clip_norm: float | None = None,
         clock: Callable[[], float] = time.perf_counter,

@@ -155,8 +155,7 @@ def _group(parameters: Sequence[torch.nn.Parameter], bucket_bytes: int) -> list[
     if not exact:
         found = parameters[0].dtype if parameters else "none"
         raise ConfigError(
-            f"model must have float32 or float64 parameters, got {found}. "
-            "Keep at least one layer in float32."
+            f"model must have float32 or float64 parameters, got {found}. Keep at least one layer in float32."
         )
     last = exact[-1]
     return [group for group in groups if group is not last] + [last]

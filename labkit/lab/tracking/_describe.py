@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from labkit.config import ExperimentConfig
+from labkit.lab.tracking._points import plain_name
 from labkit.runfolder import RunFolder, RunState, RunStatus
 
 MAX_PARAM_LENGTH = 6000
@@ -34,8 +35,8 @@ def flat_params(config: ExperimentConfig) -> dict[str, str]:
     Lists are JSON. MLflow cuts values of more than 6000 characters without a word; here the cut says
     where the whole is.
     """
-    flat = {key: as_text(value) for key, value in _flatten(config.model_dump(mode="json"))}
-    return {key: cut(value, MAX_PARAM_LENGTH) for key, value in flat.items()}
+    flat = _flatten(config.model_dump(mode="json"))
+    return {plain_name(key): cut(as_text(value), MAX_PARAM_LENGTH) for key, value in flat}
 
 
 def _flatten(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:

@@ -46,8 +46,8 @@ class Point:
     step: int
 
 
-def metric_name(name: str) -> str:
-    """The nearest name that MLflow accepts; one bad name would make it refuse a whole batch.
+def plain_name(name: str) -> str:
+    """The nearest name of a metric or parameter that MLflow accepts; it refuses a batch for a bad one.
 
     Letters, digits and `_ - . : /` and spaces stay, others become `_`; no empty, `.` or `..` part
     between slashes; at most 250 characters.
@@ -90,7 +90,7 @@ def metric_points(event: Mapping[str, Any]) -> list[Point]:
     """Points of a `metrics` or `eval` event: its finite values."""
     time_ms, step = _time_ms(event["t"]), int(event["step"])
     return [
-        Point(metric_name(name), float(value), time_ms, step)
+        Point(plain_name(name), float(value), time_ms, step)
         for name, value in event.get("values", {}).items()
         if value is not None and math.isfinite(value)
     ]

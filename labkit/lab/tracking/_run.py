@@ -17,7 +17,7 @@ from labkit.lab.tracking._describe import (
     mlflow_status,
     run_name,
 )
-from labkit.lab.tracking._points import Point, metric_name
+from labkit.lab.tracking._points import MAX_NAME_LENGTH, Point, plain_name
 from labkit.lab.tracking._state import TrackingState, read_state, write_state
 from labkit.lab.tracking._store import ensure_experiment, ensure_store, sqlite_uri, without_password
 from labkit.runfolder import RunFolder, RunStatus
@@ -108,7 +108,10 @@ class MlflowRun:
         if not status.state.is_final and run.info.status != "RUNNING":
             self._client.update_run(run_id, status="RUNNING")
         changed = self._log_params(run, flat_params(config))
-        tags = {f"labkit.attempt.{status.attempt}.{key}": value for key, value in changed.items()}
+        tags = {
+            f"labkit.attempt.{status.attempt}.{key}"[:MAX_NAME_LENGTH]: value
+            for key, value in changed.items()
+        }
         self._set_tags(run_id, {**describe(self.folder, config, status), **tags})
         for key in _END_TAGS:
             if key in run.data.tags:
@@ -155,7 +158,7 @@ class MlflowRun:
         ended_at_ms = round((status.ended_at or time.time()) * 1000)
         # One step for all attempts: MLflow's latest value is the one of the highest step, then time.
         summary = [
-            Metric(metric_name(key), value, ended_at_ms, 0)
+            Metric(plain_name(key), value, ended_at_ms, 0)
             for key, value in final_values(self.folder, status, self.state.latest).items()
         ]
         for part in _parts(summary, _MAX_METRICS):

@@ -89,12 +89,18 @@ def _create(path: Path, root: Path) -> None:
 
 def _build(path: Path, root: Path) -> None:
     unfinished = path.with_name(f".{path.name}.new")
-    unfinished.unlink(missing_ok=True)
+    _remove(unfinished)
     try:
         run_helper(["--create-store", str(unfinished), str(artifacts_of(root))], timeout_s=_CREATE_TIMEOUT_S)
         os.replace(unfinished, path)
     finally:
-        unfinished.unlink(missing_ok=True)
+        _remove(unfinished)
+
+
+def _remove(database: Path) -> None:
+    """Remove a database and its journals: SQLite would play an old journal back into a new file."""
+    for suffix in ("", "-journal", "-wal", "-shm"):
+        database.with_name(database.name + suffix).unlink(missing_ok=True)
 
 
 def create_store(path: Path, artifacts: Path) -> None:

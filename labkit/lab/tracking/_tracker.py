@@ -9,127 +9,29 @@ same points.
 
 import contextlib
 import os
-import select
-import signal
-import threading
 import time
-from collections.abc import Callable
-from types import FrameType
 
 from filelock import FileLock, Timeout
 
 from labkit.errors import LabkitError
-from labkit.lab.tracking._collect import BATCH_POINTS, Collector
 from labkit.lab.tracking._run import MlflowRun, first_line
+from labkit.lab.tracking._sender import Sender
 from labkit.lab.tracking._store import ensure_store
-from labkit.lab.tracking._system import SystemMetrics
+from labkit.lab.tracking._watch import END_TIMEOUT_S, HANG_MARGIN_S, Watch, say
 from labkit.launch.reap import reap
-from labkit.runfolder import RunFolder, RunStatus
+from labkit.runfolder import RunFolder
 
 NICENESS = 10
-END_TIMEOUT_S = float(os.environ.get("LABKIT_TRACKER_END_TIMEOUT_S", "30"))
-"""How long the tracker goes on trying after the run has ended (seconds)."""
 
 _INTERVAL_S = 2.0
-_LOOK_S = 0.25
 _MAX_BACKOFF_S = 30.0
 _MAX_END_BACKOFF_S = 4.0
-_TERM_GRACE_S = 15.0
-_HANG_MARGIN_S = 10.0
-_MISSING_S = 3.0
-_LAST_TRACKER_S = END_TIMEOUT_S + _HANG_MARGIN_S + 5.0
-
-
-def say(text: str) -> None:
-    """One line into logs/tracker.log."""
-    print(time.strftime("%H:%M:%S"), text, flush=True)
+_LAST_TRACKER_S = END_TIMEOUT_S + HANG_MARGIN_S + 5.0
 
 
 def tracking_lock(folder: RunFolder) -> FileLock:
     """Held by the one process that sends this run to MLflow. The kernel frees it when that dies."""
     return FileLock(folder.tracking_lock_file)
-
-
-class Watch:
-    """Sees the run's end, also when its supervisor is killed and MLflow hangs: a thread of its own."""
-
-    def __init__(self, folder: RunFolder) -> None:
-        self._folder = folder
-        self._is_over = threading.Event()
-        self._deadline: float | None = None
-        self._is_told = False
-        self._seen_at = time.monotonic()
-        self._is_supervisor_gone = False
-
-    def start(self) -> None:
-        """Watch until the process ends."""
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the run; its end is for us
-        signal.signal(signal.SIGTERM, self._end_soon)
-        threading.Thread(target=self._watch, name="labkit-watch", daemon=True).start()
-
-    def wait(self, seconds: float) -> None:
-        """Sleep, but not past the run's end."""
-        self._is_over.wait(seconds)
-
-    def is_too_late(self) -> bool:
-        """The time to try is over."""
-        return self._deadline is not None and time.monotonic() > self._deadline
-
-    def give_time(self) -> None:
-        """MLflow takes what it is sent: the time to try begins again, unless we were told to end."""
-        if self._is_over.is_set() and not self._is_told:
-            self._deadline = time.monotonic() + END_TIMEOUT_S
-
-    def is_over(self) -> bool:
-        """The run has reached a final state."""
-        return self._is_over.is_set()
-
-    def _end_soon(self, number: int, frame: FrameType | None) -> None:
-        self._is_told = True
-        self._limit(_TERM_GRACE_S)
-
-    def _limit(self, seconds: float) -> None:
-        at = time.monotonic() + seconds
-        self._deadline = at if self._deadline is None else min(self._deadline, at)
-
-    def _watch(self) -> None:
-        while True:
-            self._look_at_stdin()
-            self._look_at_status()
-            if self._deadline is not None and time.monotonic() > self._deadline + _HANG_MARGIN_S:
-                say("MLflow does not answer; `labkit sync` sends the rest later")
-                os._exit(1)
-
-    def _look_at_status(self) -> None:
-        try:
-            status = reap(self._folder)
-        except Exception as fault:  # the watch must go on
-            say(f"status.json: {first_line(fault)}")
-            return
-        self._look_for_folder(status)
-        if status.state.is_final and not self._is_over.is_set():
-            self._limit(END_TIMEOUT_S)
-            self._is_over.set()
-
-    def _look_for_folder(self, status: RunStatus) -> None:
-        """End the process if the run folder was deleted, or its supervisor died before it took the run."""
-        is_nobodys = self._is_supervisor_gone and status.owner is None
-        if self._folder.exists() and not is_nobodys:
-            self._seen_at = time.monotonic()
-        elif time.monotonic() - self._seen_at > _MISSING_S:
-            say("there is no run here any more")
-            os._exit(1)
-
-    def _look_at_stdin(self) -> None:
-        """Wait a moment; an end of file means that the supervisor has gone."""
-        if self._is_supervisor_gone:
-            time.sleep(_LOOK_S)
-            return
-        try:
-            is_readable = bool(select.select([0], [], [], _LOOK_S)[0])
-            self._is_supervisor_gone = is_readable and not os.read(0, 4096)
-        except (OSError, ValueError):  # started without a standard input
-            self._is_supervisor_gone = True
 
 
 def track(folder: RunFolder) -> bool:
@@ -181,71 +83,11 @@ def _send_until_over(folder: RunFolder, watch: Watch) -> bool:
 
 
 def _pause(watch: Watch, num_faults: int) -> None:
+    backoff_s = 2.0 ** min(num_faults, 10)
     if not watch.is_over():
-        watch.wait(min(2.0**num_faults, _MAX_BACKOFF_S) if num_faults else _INTERVAL_S)
+        watch.wait(min(backoff_s, _MAX_BACKOFF_S) if num_faults else _INTERVAL_S)
     elif num_faults:
-        time.sleep(min(0.5 * 2.0**num_faults, _MAX_END_BACKOFF_S))
-
-
-class Sender:
-    """Sends whatever is new. After an exception it starts over from `tracking.json`.
-
-    Args:
-        folder: A run; the caller holds its tracking lock.
-        has_system_metrics: Measure this machine as well, as long as the run goes on.
-        on_progress: Called after each batch that MLflow has taken.
-    """
-
-    def __init__(
-        self,
-        folder: RunFolder,
-        *,
-        has_system_metrics: bool = True,
-        on_progress: Callable[[], None] = lambda: None,
-    ) -> None:
-        self._folder = folder
-        self._collector = Collector(folder)
-        self._on_progress = on_progress
-        self._run: MlflowRun | None = None
-        self._system = SystemMetrics() if has_system_metrics else None
-
-    def send(self, status: RunStatus) -> bool:
-        """Send all that is there; if the run has ended, its end too, and return true."""
-        run = self._opened(status)
-        if self._system is not None and not status.state.is_final:
-            self._system.keep_running(run.uri, run.state.run_id, is_resumed=status.attempt > 1)
-        self._send_points(run, is_final=status.state.is_final)
-        if not status.state.is_final:
-            return False
-        self._stop_system_metrics()
-        run.end(status)
-        return True
-
-    def _opened(self, status: RunStatus) -> MlflowRun:
-        """The MLflow run; a supervisor that restarts its workers begins another attempt of it."""
-        if self._run is None or self._run.state.attempt != status.attempt:
-            run = self._run or MlflowRun(self._folder)
-            run.open(status)
-            self._run = run
-        return self._run
-
-    def _send_points(self, run: MlflowRun, *, is_final: bool) -> None:
-        while True:
-            points, after = self._collector.next_batch(run.state, is_final=is_final)
-            run.send(points, after)
-            if points:
-                self._on_progress()
-            if len(points) < BATCH_POINTS:  # all files were read to their ends
-                return
-
-    def close(self) -> None:
-        """Forget the MLflow run; the next `send` looks for it again."""
-        self._run = None
-
-    def _stop_system_metrics(self) -> None:
-        if self._system is not None:
-            self._system.stop()
-            self._system = None
+        time.sleep(min(backoff_s / 2, _MAX_END_BACKOFF_S))
 
 
 def sync_now(folder: RunFolder) -> None:
