@@ -7,6 +7,7 @@ notebooks, so that nothing in the checkout changes.
 import dataclasses
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -20,12 +21,12 @@ from typing import Any
 import nbformat.v4 as v4
 import psutil
 import pytest
-from made_runs import MadeRun
-from support import need
 
 from labkit.lab import servers
 from labkit.lab.report import write_report
 from labkit.runfolder import RunFolder, RunState, all_runs
+from tests.made_runs import MadeRun
+from tests.support import need
 
 try:
     from playwright.sync_api import Page, sync_playwright
@@ -95,7 +96,8 @@ class Lab:
 
     def write(self, name: str, *cells: str) -> None:
         """Put a notebook of these code cells into the folder."""
-        notebook = v4.new_notebook(cells=[v4.new_code_cell(cell) for cell in cells])
+        kernel = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
+        notebook = v4.new_notebook(cells=[v4.new_code_cell(cell) for cell in cells], metadata=kernel)
         (self.folder / name).write_text(json.dumps(notebook), encoding="utf-8")
 
 
@@ -199,13 +201,22 @@ def _status(page: "Page") -> str:
     return " | ".join(element.inner_text() for element in page.query_selector_all("[role=status]"))
 
 
+def _after_a_moment(page: "Page", look: Callable[[], Any]) -> Any:
+    """Let the page work while we wait for something: playwright does so only inside its own calls."""
+    page.wait_for_timeout(200)
+    return look()
+
+
+def _wait_for_status(page: "Page", text: str, seconds: float = 60) -> None:
+    _wait_for(lambda: text in _after_a_moment(page, lambda: _status(page)), seconds)
+
+
 def _wait_for_steps(page: "Page", more_than: int, seconds: float = 60) -> list[int]:
     def look() -> list[int]:
-        page.wait_for_timeout(200)
         steps = _steps(page)
         return steps if len(steps) > more_than else []
 
-    found: list[int] = _wait_for(look, seconds)
+    found: list[int] = _wait_for(lambda: _after_a_moment(page, look), seconds)
     return found
 
 
@@ -227,16 +238,13 @@ def _drawn(page: "Page") -> int:
     )
 
 
-def _accessible_names(page: "Page", roles: set[str]) -> list[tuple[str, str]]:
-    """Role and name of every control, as a screen reader gets them."""
-    session = page.context.new_cdp_session(page)
-    nodes = session.send("Accessibility.getFullAXTree")["nodes"]
-    session.detach()
-    return [
-        (node["role"]["value"], node.get("name", {}).get("value", ""))
-        for node in nodes
-        if not node.get("ignored") and node.get("role", {}).get("value") in roles
-    ]
+_CONTROL = re.compile(r'^\s*- (button|textbox|combobox|spinbutton|checkbox|slider)( ".+?")?', re.MULTILINE)
+
+
+def _controls(page: "Page") -> list[tuple[str, str]]:
+    """Role and accessible name of every control under the first cell."""
+    shown = page.locator(".jp-Cell-outputArea").first.aria_snapshot()
+    return [(role, name.strip(' "')) for role, name in _CONTROL.findall(shown)]
 
 
 # --- live ----------------------------------------------------------------------------------------------
@@ -269,7 +277,7 @@ def test_the_quickstart_moves_survives_a_reload_and_stops(lab: Lab, tab: Tab) ->
     _wait_for(lambda: not any(psutil.pid_exists(pid) for pid in pids if pid), 8)
     assert _wait_for(lambda: run.read_status().state.is_final, 8)
     assert run.read_status().state is RunState.KILLED
-    _wait_for(lambda: (page.wait_for_timeout(200), "killed" in _status(page))[1], 10)
+    _wait_for_status(page, "killed", 10)
 
 
 def test_the_form_works_by_keyboard_alone(lab: Lab, tab: Tab) -> None:
@@ -284,7 +292,7 @@ def test_the_form_works_by_keyboard_alone(lab: Lab, tab: Tab) -> None:
     _run_all(page)
     batch = page.get_by_label("Global batch")
     batch.wait_for(timeout=60_000)
-    launch = page.get_by_role("button", name="Launch")
+    launch = page.get_by_role("button", name="Launch", exact=True)
     assert launch.is_enabled()
 
     batch.focus()
@@ -299,29 +307,33 @@ def test_the_form_works_by_keyboard_alone(lab: Lab, tab: Tab) -> None:
     page.keyboard.type("50")
     alert.wait_for(state="detached", timeout=10_000)
     assert launch.is_enabled()
-    assert "engine.global_batch_size=50" in page.get_by_label("The same as a command").input_value()
+    command = page.get_by_label("The same as a command")
+    _wait_for(lambda: "engine.global_batch_size=50" in _after_a_moment(page, command.input_value), 10)
 
     page.get_by_label("Model").focus()
     page.keyboard.type("mlp")
     for _ in range(20):
         page.keyboard.press("Tab")
-        if page.evaluate("document.activeElement.textContent.includes('Launch')"):
+        if page.evaluate("document.activeElement.tagName === 'BUTTON'"):
             break
     outline = page.evaluate(
         "(e => [getComputedStyle(e).outlineStyle, getComputedStyle(e).boxShadow])(document.activeElement)"
     )
+    page.screenshot(path='/tmp/shots/focus.png'); print(outline, page.evaluate('document.activeElement.outerHTML'))
     assert outline != ["none", "none"], "focus is visible"
     page.keyboard.press("Enter")
     run = _wait_for(lambda: all_runs(lab.runs), 60)[0]
     config = run.read_config()
     assert (config.engine.global_batch_size, config.model.name) == (50, "mlp")
     page.wait_for_selector(".js-plotly-plot .main-svg", timeout=RENDER_MS)
-    _wait_for(lambda: (page.wait_for_timeout(200), "finished" in _status(page))[1], 60)
+    _wait_for_status(page, "finished")
 
-    output = ".jp-OutputArea-output"
-    named = _accessible_names(page, {"button", "textbox", "combobox", "spinbutton", "checkbox", "slider"})
-    assert [role for role, name in named if not name.strip()] == []
-    assert page.evaluate(f"(e => e.scrollWidth <= e.clientWidth + 1)(document.querySelector('{output}'))")
+    controls = _controls(page)
+    wanted = {"Learning rate", "Cluster", "Launch", "Stop", "The same as a command"}
+    assert wanted <= {name for _, name in controls}
+    assert [role for role, name in controls if not name] == []
+    output = "document.querySelector('.jp-OutputArea-output')"
+    assert page.evaluate(f"{output}.scrollWidth <= {output}.clientWidth + 1"), "no sideways scrolling"
 
 
 def test_the_view_comes_back_after_a_kernel_restart_with_the_truth(lab: Lab, tab: Tab) -> None:
@@ -374,7 +386,7 @@ def test_an_executed_notebook_opens_and_draws(lab: Lab, tab: Tab, what: str) -> 
     page.wait_for_selector(".js-plotly-plot .main-svg", timeout=RENDER_MS)
     assert page.get_by_text("File Load Error").count() == 0
     assert page.get_by_text("Error displaying widget").count() == 0
-    assert _wait_for(lambda: (page.wait_for_timeout(200), _drawn(page))[1], 30) > 0
+    assert _wait_for(lambda: _after_a_moment(page, lambda: _drawn(page)), 30) > 0
     assert _steps(page) == list(range(1, 49))
     if what == "diverged":
         page.get_by_text("at step").first.wait_for(timeout=10_000)
@@ -392,6 +404,3 @@ def test_the_report_draws_without_a_network(runs: Path, tab: Tab) -> None:
     tab.page.wait_for_selector(".js-plotly-plot .main-svg", timeout=RENDER_MS)
     assert len(tab.page.query_selector_all(".js-plotly-plot")) == 6 and _drawn(tab.page) > 0
     assert [url for url in asked if not url.startswith(("file:", "data:", "blob:"))] == []
-
-
-# --- MLflow --------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from labkit.cli.reproduce import comparison
 from labkit.cli.status import age_text
 from labkit.config import ExperimentConfig, load
 from labkit.runfolder import ProcessId, RunFolder, RunState, write_atomically
+from tests.made_notebooks import make_notebook, printed, read_strictly
 from tests.made_runs import MadeRun
 
 VERBS = "run status logs stop attach resume reproduce sync lab ui doctor config schema bench".split()
@@ -531,3 +532,68 @@ def test_a_detached_run_outlives_the_command_and_is_stopped_by_name(here: Path, 
     timed = command("run", *words, "engine.step_padding_s=0.05", "--timeout", "1")
     assert timed.returncode == 124 and "timeout" in timed.stdout
     assert os.listdir(runs / "experiment")
+
+
+# --- notebooks -------------------------------------------------------------------------------------
+
+
+def test_a_notebook_is_run_with_checked_parameters(
+    here: Path, runs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    notebook = make_notebook(here / "ask.ipynb", "print(rate * 2)", parameters="rate: float = 1.0")
+    assert main(["run", str(notebook), "rate=1e-4", "--output", "deep/out.ipynb", "--json"]) == 0
+    shown = capsys.readouterr()
+    result = json.loads(shown.out)
+    assert (result["state"], result["exit_code"], result["runs"]) == ("finished", 0, [])
+    assert printed(read_strictly(here / "deep" / "out.ipynb")) == "0.0002\n"
+    assert Path(result["notebook"]).is_relative_to(runs / "notebooks" / "ask")
+    assert "cell 3/3 done" in shown.err
+
+    assert main(["run", str(notebook), "-p", "rate=0.0001"]) == 0
+    shown = capsys.readouterr()
+    assert "already finished" in shown.err and result["notebook"] in shown.out
+
+
+def test_a_notebook_that_fails_says_where(here: Path, runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    notebook = make_notebook(here / "bad.ipynb", "1 / 0")
+    assert main(["run", str(notebook)]) == 1
+    assert capsys.readouterr().out.startswith("cause: ZeroDivisionError: division by zero in cell 2/2\n")
+    killed = make_notebook(here / "dead.ipynb", "import os; os.kill(os.getpid(), 9)")
+    assert main(["run", str(killed)]) == 138
+    assert "kernel died (signal 9)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "parameters", "said"),
+    [
+        (["leraning_rate=1"], "learning_rate: float = 0.1", "Did you mean 'learning_rate'?"),
+        (["x=much"], "x: int = 1", "must be"),
+        ([], None, "must have"),
+        (["--detach"], "x: int = 1", "--detach must be given with an experiment (.yaml)"),
+        (["--rendezvous", "a:1"], "x: int = 1", "--rendezvous must be given with an experiment (.yaml)"),
+        (["-f", "absent.yaml"], "x: int = 1", "absent.yaml"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_bad_parameter_is_one_line_and_no_kernel(
+    words: list[str],
+    parameters: str | None,
+    said: str,
+    here: Path,
+    runs: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    notebook = make_notebook(here / "n.ipynb", "print(1)", parameters=parameters)
+    assert main(["run", str(notebook), *words]) == 2
+    shown = capsys.readouterr()
+    assert shown.err.startswith("labkit: ") and said in shown.err and shown.err.count("\n") == 1
+    assert shown.out == "" and list(runs.iterdir()) == []
+
+
+def test_dry_run_of_a_notebook_shows_its_parameters(
+    here: Path, runs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    notebook = make_notebook(here / "n.ipynb", "1", parameters='x: int = 1\nname: str = "a"')
+    assert main(["run", str(notebook), "--dry-run", "--name", "007"]) == 0
+    assert capsys.readouterr().out.splitlines()[:2] == ["x = 1", "name = '007'  (given)"]
+    assert list(runs.iterdir()) == []

@@ -9,13 +9,13 @@ from typing import Any
 
 import plotly.graph_objects as go
 import pytest
-from made_runs import MadeRun
 
 from labkit.lab import figures, tables
 from labkit.lab.report import read_verdict, record_verdict, write_notebook_html, write_report
 from labkit.lab.series import Series, read_series
 from labkit.lab.show import PLOTLY_MIME, figure_bundle
 from labkit.runfolder import RunState
+from tests.made_runs import MadeRun
 
 NAMES = ["overview", *tables.ALL]
 

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from made_runs import PARTS_S, MadeRun
 
 from labkit.errors import ConfigError
 from labkit.lab.progress import clock_text, progress_line, progress_of, wait_with_lines
@@ -24,6 +23,7 @@ from labkit.lab.stretches import (
 )
 from labkit.launch import attach
 from labkit.runfolder import RunState
+from tests.made_runs import PARTS_S, MadeRun
 
 
 def _line(values: list[float | None]) -> Line:

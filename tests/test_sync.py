@@ -1,37 +1,56 @@
 """Laws that every strategy keeps. A new member of `sync` adds one line to STRATEGIES."""
 
-from collections.abc import Callable
+import os
+import time
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from labkit.cluster.placement import local_batch_sizes, placements
 from labkit.comm import Communicator, SoloCommunicator
-from labkit.config import AllReduceConfig
+from labkit.config import ExperimentConfig, from_overrides
 from labkit.errors import ConfigError
 from labkit.launch.forked import run_workers
+from labkit.optim.build import build_optimizer
 from labkit.sync import (
-    AllReduce,
     RunningStatistics,
     Strategy,
     SynchronizedBatchNorm,
+    build_strategy,
     synchronize_batch_norm,
 )
 
-Build = Callable[[nn.Module, torch.optim.Optimizer, Communicator, float | None], Strategy]
-
-
-def _allreduce(
-    model: nn.Module, optimizer: torch.optim.Optimizer, comm: Communicator, clip: float | None
-) -> Strategy:
-    # Buckets far smaller than the model: several collectives per step, overlapping back-propagation.
-    return AllReduce(model, optimizer, comm, AllReduceConfig(bucket_bytes=300), clip_norm=clip)
-
-
-STRATEGIES: list[Build] = [_allreduce]
-
+STRATEGIES = [
+    ["sync.name=allreduce", "sync.bucket_bytes=300"],
+    ["sync.name=hierarchical", "sync.chunk_bytes=300", "sync.num_senders=1"],
+    ["sync.name=hierarchical", "sync.chunk_bytes=500", "sync.num_senders=2"],
+]
+# Nodes and the local batches of their workers; 12 samples in all.
+CLUSTERS = [
+    [[12]],
+    [[6, 0, 5, 1]],
+    [[6], [6]],
+    [[1], [11], [0], [0]],
+    [[3, 4], [0, 5]],
+    [[5], [4, 0, 1], [2]],
+]
 SAMPLES = 12
+
+
+def _config(strategy: list[str], cluster: list[list[int]], *more: str) -> ExperimentConfig:
+    nodes = [
+        {"name": f"n{index}", "workers": [{"local_batch_size": size} for size in sizes]}
+        for index, sizes in enumerate(cluster)
+    ]
+    settings = [*strategy, "engine.global_batch_size=12", "optimizer.weight_decay=0.01", *more]
+    base = from_overrides({"cluster": {"nodes": nodes}, "engine.global_batch_size": SAMPLES})
+    return from_overrides(settings, base=base)
+
+
+def _build(config: ExperimentConfig, model: nn.Module, comm: Communicator) -> Strategy:
+    return build_strategy(config, model, comm, placements(config.cluster), clock=time.perf_counter)
 
 
 def _problem(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -51,43 +70,45 @@ def _losses(model: nn.Module, inputs: Tensor, targets: Tensor) -> tuple[Tensor, 
     return losses, (losses < 1).to(losses.dtype)
 
 
-def _train(
-    comm: Communicator, build: Build, split: list[int], micro: int, dtype: torch.dtype, clip: float | None
-) -> tuple[list[Tensor], list[float]]:
-    torch.set_num_threads(1)
+Outcome = tuple[list[Tensor], list[float]]
+
+
+def _train(comm: Communicator, config: ExperimentConfig) -> Outcome:
+    dtype = getattr(torch, config.engine.dtype)
     inputs, targets = _problem(dtype)
     model = _network(dtype, comm.rank)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9, weight_decay=0.01)
-    strategy = build(model, optimizer, comm, clip)
-    start = sum(split[: comm.rank])
-    own = slice(start, start + split[comm.rank])
+    strategy = _build(config, model, comm)
+    sizes = local_batch_sizes(config.cluster, SAMPLES)
+    start, count = sum(sizes[: comm.rank]), sizes[comm.rank]
+    own = slice(start, start + count)
     logged = []
     for step in range(5):
-        size = max(1, min(micro, split[comm.rank]))
-        pieces = list(zip(inputs[own].split(size), targets[own].split(size), strict=True))
-        pieces = pieces if split[comm.rank] else []
-        strategy.begin_step(split[comm.rank], len(pieces))
+        size = config.engine.micro_batch_size or max(1, count)
+        pieces = list(zip(inputs[own].split(size), targets[own].split(size), strict=True)) if count else []
+        strategy.begin_step(count, len(pieces))
         for x, y in pieces:
             strategy.backward(*_losses(model, x, y))
         totals = strategy.end_step(0.02 / (1 + step))
         assert totals.num_samples == SAMPLES
+        assert len(totals.busy_s) == comm.world_size and min(totals.busy_s) >= 0
         logged.append(totals.loss_sum / totals.num_samples)
     strategy.close()
     return [parameter.detach().clone() for parameter in model.parameters()], logged
 
 
-def _reference(dtype: torch.dtype, clip: float | None) -> tuple[list[Tensor], list[float]]:
+def _reference(config: ExperimentConfig) -> Outcome:
     """Plain PyTorch on the whole batch in one process: the specification."""
+    dtype = getattr(torch, config.engine.dtype)
     inputs, targets = _problem(dtype)
     model = _network(dtype)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9, weight_decay=0.01)
+    optimizer = build_optimizer(config.optimizer, model.parameters())
     logged = []
     for step in range(5):
         optimizer.zero_grad()
         loss = _losses(model, inputs, targets)[0].mean()
         loss.backward()
-        if clip is not None:
-            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        if config.engine.clip_norm is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), config.engine.clip_norm)
         for group in optimizer.param_groups:
             group["lr"] = 0.02 / (1 + step)
         optimizer.step()
@@ -95,47 +116,39 @@ def _reference(dtype: torch.dtype, clip: float | None) -> tuple[list[Tensor], li
     return [parameter.detach() for parameter in model.parameters()], logged
 
 
-SPLITS = [[12], [6, 6], [1, 11], [0, 12], [5, 4, 3], [3, 0, 8, 1]]
-
-
-@pytest.mark.parametrize("build", STRATEGIES)
-@pytest.mark.parametrize("split", SPLITS, ids=str)
-@pytest.mark.parametrize(("dtype", "rtol"), [(torch.float32, 1e-5), (torch.float64, 1e-12)], ids=str)
-def test_any_split_of_the_batch_gives_the_weights_of_one_process(
-    build: Build, split: list[int], dtype: torch.dtype, rtol: float
-) -> None:
-    weights, losses = _reference(dtype, None)
-    for found, logged in run_workers(_train, len(split), build, split, 100, dtype, None):
+def _assert_equals_one_process(config: ExperimentConfig, rtol: float) -> None:
+    weights, losses = _reference(config)
+    results = run_workers(_train, config.cluster.num_workers, config)
+    for found, logged in results:
         torch.testing.assert_close(found, weights, rtol=rtol, atol=rtol / 10)
         assert logged == pytest.approx(losses, rel=max(rtol, 1e-6))
+        assert all(torch.equal(a, b) for a, b in zip(found, results[0][0], strict=True)), "bits differ"
 
 
-@pytest.mark.parametrize("build", STRATEGIES)
-def test_unequal_micro_steps_change_nothing(build: Build) -> None:
-    weights, _ = _reference(torch.float64, None)
-    for found, _ in run_workers(_train, 3, build, [7, 4, 1], 2, torch.float64, None):
-        torch.testing.assert_close(found, weights, rtol=1e-12, atol=1e-13)
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
+@pytest.mark.parametrize("cluster", CLUSTERS, ids=str)
+@pytest.mark.parametrize(("dtype", "rtol"), [("float32", 1e-5), ("float64", 1e-12)])
+def test_any_split_on_any_cluster_gives_the_weights_of_one_process(
+    strategy: list[str], cluster: list[list[int]], dtype: str, rtol: float
+) -> None:
+    _assert_equals_one_process(_config(strategy, cluster, f"engine.dtype={dtype}"), rtol)
 
 
-@pytest.mark.parametrize("build", STRATEGIES)
-def test_clipping_sees_the_globally_averaged_gradient(build: Build) -> None:
-    weights, _ = _reference(torch.float64, 0.1)
-    for found, _ in run_workers(_train, 2, build, [11, 1], 100, torch.float64, 0.1):
-        torch.testing.assert_close(found, weights, rtol=1e-12, atol=1e-13)
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
+@pytest.mark.parametrize(
+    "more",
+    [["engine.micro_batch_size=2"], ["engine.clip_norm=0.1"], ["optimizer=adamw"]],
+    ids=["unequal micro-steps", "clipping sees the global mean", "adamw"],
+)
+def test_the_law_holds_with(strategy: list[str], more: list[str]) -> None:
+    _assert_equals_one_process(_config(strategy, [[7, 2], [0, 3]], "engine.dtype=float64", *more), 1e-11)
 
 
-@pytest.mark.parametrize("build", STRATEGIES)
-def test_all_workers_hold_the_same_bits(build: Build) -> None:
-    results = run_workers(_train, 3, build, [5, 4, 3], 100, torch.float32, None)
-    for found, _ in results[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(found, results[0][0], strict=True))
-
-
-def _gradient_of(comm: Communicator, grads: list[list[float]]) -> float:
+def _gradient_of(comm: Communicator, config: ExperimentConfig, grads: list[list[float]]) -> float:
     """Back-propagate given per-sample gradients of one weight and return the averaged one."""
     model = nn.Linear(1, 1, bias=False)
     nn.init.zeros_(model.weight)
-    strategy = _allreduce(model, torch.optim.SGD(model.parameters(), lr=1.0), comm, None)
+    strategy = _build(config, model, comm)
     own = torch.tensor(grads[comm.rank]).view(-1, 1)
     strategy.begin_step(len(own), 1 if len(own) else 0)
     if len(own):
@@ -145,22 +158,32 @@ def _gradient_of(comm: Communicator, grads: list[list[float]]) -> float:
     return -float(model.weight.detach())
 
 
+def _plain(strategy: list[str], num_nodes: int, per_node: int = 1) -> ExperimentConfig:
+    plain = ["optimizer.momentum=0.0", "optimizer.learning_rate=1.0"]
+    return from_overrides([*strategy, *plain, f"cluster={num_nodes}x{per_node}"])
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES[:2], ids=str)
+@pytest.mark.parametrize("shape", [(4, 1), (2, 2), (1, 4)])
 @pytest.mark.parametrize(
     ("grads", "right"),
     [
-        ([[1.0, 1.0, 1.0], [5.0]], 2.0),  # not 3, the mean of means (pytorch #67253)
+        ([[1.0, 1.0, 1.0], [5.0], [], []], 2.0),  # not 3, the mean of means (pytorch #67253)
         ([[8.0]] * 4, 8.0),  # not 2 or 32: divided once
         ([[1.0], [1.0], [1.0], []], 1.0),  # not 3/4: a worker without samples does not count
-        ([[1.0], [1.0], [1.0], [5.0]], 2.0),
+        ([[1.0], [1.0], [1.0], [5.0]], 2.0),  # not 3, also where nodes have 3 workers and 1
     ],
 )
-def test_gradient_is_the_mean_over_samples(grads: list[list[float]], right: float) -> None:
-    assert run_workers(_gradient_of, len(grads), grads) == [pytest.approx(right)] * len(grads)
+def test_gradient_is_the_mean_over_samples(
+    strategy: list[str], shape: tuple[int, int], grads: list[list[float]], right: float
+) -> None:
+    found = run_workers(_gradient_of, 4, _plain(strategy, *shape), grads)
+    assert found == [pytest.approx(right)] * 4
 
 
-def _unused_parameter(comm: Communicator) -> list[float]:
+def _unused_parameter(comm: Communicator, config: ExperimentConfig) -> list[float]:
     model = nn.ModuleDict({"used": nn.Linear(2, 1, bias=False), "idle": nn.Linear(2, 1, bias=False)})
-    strategy = _allreduce(model, torch.optim.SGD(model.parameters(), lr=1.0), comm, None)
+    strategy = _build(config, model, comm)
     before = model["idle"].weight.detach().clone()
     for branch in ("used", "idle" if comm.rank == 0 else "used"):
         strategy.begin_step(1, 1)
@@ -170,14 +193,79 @@ def _unused_parameter(comm: Communicator) -> list[float]:
     return (before - model["idle"].weight.detach()).flatten().tolist()
 
 
-def test_a_parameter_that_only_one_worker_used_moves_on_all() -> None:
+@pytest.mark.parametrize("strategy", STRATEGIES[:2], ids=str)
+@pytest.mark.parametrize("shape", [(2, 1), (1, 2)])
+def test_a_parameter_that_only_one_worker_used_moves_on_all(
+    strategy: list[str], shape: tuple[int, int]
+) -> None:
     # In step 2 worker 0's gradient is 1 for one of two samples: the mean is 1/2 on both workers.
-    assert run_workers(_unused_parameter, 2) == [[0.5, 0.5], [0.5, 0.5]]
+    assert run_workers(_unused_parameter, 2, _plain(strategy, *shape)) == [[0.5, 0.5], [0.5, 0.5]]
+
+
+def _frozen_and_shared(comm: Communicator, config: ExperimentConfig) -> tuple[bool, list[float]]:
+    torch.manual_seed(comm.rank)
+    model = nn.Sequential(
+        nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)
+    )
+    model[2].weight = model[1].weight  # one parameter in two places
+    model[0].weight.requires_grad_(False)
+    strategy = _build(config, model, comm)
+    frozen = model[0].weight.detach().clone()
+    strategy.begin_step(1, 1)
+    losses = model(torch.ones(1, 2)).sum(1)
+    strategy.backward(losses, torch.zeros(1))
+    strategy.end_step(0.1)
+    is_kept = torch.equal(frozen, model[0].weight) and model[2].weight is model[1].weight
+    return is_kept, [*frozen.flatten().tolist(), *model[1].weight.detach().flatten().tolist()]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES[:2], ids=str)
+def test_frozen_and_shared_parameters_stay_so_and_agree(strategy: list[str]) -> None:
+    results = run_workers(_frozen_and_shared, 4, _plain(strategy, 2, 2))
+    assert all(result == (True, results[0][1]) for result in results)
+
+
+def _state_crosses(comm: Communicator, one: ExperimentConfig, other: ExperimentConfig) -> bool:
+    """The state after two steps of one strategy, loaded into another, gives the same third step."""
+    inputs, targets = _problem(torch.float64)
+    models = [_network(torch.float64), _network(torch.float64)]
+    first, second = _build(one, models[0], comm), _build(other, models[1], comm)
+
+    def step(strategy: Strategy, model: nn.Module) -> None:
+        strategy.begin_step(SAMPLES, 1)
+        strategy.backward(*_losses(model, inputs, targets))
+        strategy.end_step(0.05)
+
+    for _ in range(2):
+        step(first, models[0])
+    state = first.state_dict()
+    if comm.rank == 0:
+        with open(f"/proc/{os.getpid()}/fd/{os.memfd_create('state')}", "wb") as file:
+            torch.save(state, file)  # what a strategy gives can be saved
+    states = [state]
+    if comm.world_size > 1:
+        torch.distributed.broadcast_object_list(states)
+    models[1].load_state_dict(models[0].state_dict())
+    second.load_state_dict(states[0])
+    for strategy, model in ((first, models[0]), (second, models[1])):
+        step(strategy, model)
+    pairs = zip(models[0].parameters(), models[1].parameters(), strict=True)
+    return all(torch.allclose(a, b, rtol=1e-12, atol=1e-14) for a, b in pairs)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize("shape", ["1x1", "2x2", "1x3"])
+def test_a_checkpoint_of_one_strategy_can_be_resumed_under_another(optimizer: str, shape: str) -> None:
+    extra = [f"optimizer={optimizer}", f"cluster={shape}", "engine.dtype=float64"]
+    one, other = (from_overrides([*strategy, *extra]) for strategy in STRATEGIES[:2])
+    workers = one.cluster.num_workers
+    assert run_workers(_state_crosses, workers, one, other) == [True] * workers
+    assert run_workers(_state_crosses, workers, other, one) == [True] * workers
 
 
 def _mixed_types(comm: Communicator) -> bool:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4).to(torch.bfloat16))
-    strategy = _allreduce(model, torch.optim.SGD(model.parameters(), lr=0.1), comm, None)
+    strategy = _build(_plain(STRATEGIES[0], 2), model, comm)
     strategy.begin_step(300, 1)
     losses = model[1](model[0](torch.ones(300, 4)).to(torch.bfloat16)).float().sum(1)
     strategy.backward(losses, torch.ones(300))
@@ -190,26 +278,19 @@ def test_counts_stay_exact_beside_bfloat16_parameters() -> None:
     assert run_workers(_mixed_types, 2) == [True, True]
 
 
-def test_refuses_a_model_that_can_not_count() -> None:
-    model = nn.Linear(2, 2).to(torch.bfloat16)
-    with pytest.raises(ConfigError, match="float32 or float64 parameters, got torch.bfloat16"):
-        _allreduce(model, torch.optim.SGD(model.parameters(), lr=1.0), SoloCommunicator(), None)
-
-
-def _sparse(comm: Communicator) -> str:
-    model = nn.Embedding(4, 2, sparse=True)
-    strategy = _allreduce(model, torch.optim.SGD(model.parameters(), lr=1.0), comm, None)
-    strategy.begin_step(1, 1)
-    try:
-        losses = model(torch.tensor([1])).sum(1)
-        strategy.backward(losses, torch.zeros(1))
-    except ConfigError as error:
-        return str(error)
-    return ""
+@pytest.mark.parametrize("strategy", STRATEGIES[:2], ids=str)
+def test_refuses_a_model_that_can_not_count(strategy: list[str]) -> None:
+    with pytest.raises(ConfigError, match="float32 or float64 parameters.*, got torch.bfloat16"):
+        _build(_plain(strategy, 1), nn.Linear(2, 2).to(torch.bfloat16), SoloCommunicator())
 
 
 def test_refuses_sparse_gradients() -> None:
-    assert "Use sparse=False" in _sparse(SoloCommunicator())
+    model = nn.Embedding(4, 2, sparse=True)
+    strategy = _build(_plain(STRATEGIES[0], 1), model, SoloCommunicator())
+    strategy.begin_step(1, 1)
+    losses = model(torch.tensor([1])).sum(1)
+    with pytest.raises(ConfigError, match="Use sparse=False"):
+        strategy.backward(losses, torch.zeros(1))
 
 
 # --- batch norm ------------------------------------------------------------------------------------

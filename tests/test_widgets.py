@@ -12,17 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from made_runs import MadeRun
 
 from labkit import launch
 from labkit.config import ExperimentConfig, from_overrides
 from labkit.errors import ConfigError
 from labkit.lab.command import as_command, overrides_of
-from labkit.lab.show import is_interactive
 from labkit.lab.widgets.dashboard import Dashboard
 from labkit.lab.widgets.form import SETTINGS, Form
 from labkit.launch.forkserver import stop_server
 from labkit.runfolder import RunState
+from tests.made_runs import MadeRun
 
 
 def _within(seconds: float, holds: Callable[[], bool]) -> bool:
@@ -284,10 +283,6 @@ def test_without_anywidget_the_figure_stands_still_and_says_how_to_make_it_move(
 
 
 # --- surroundings ----------------------------------------------------------------------------------------
-
-
-def test_a_script_is_no_person() -> None:
-    assert not is_interactive()
 
 
 def test_the_lab_imports_no_torch_and_no_mlflow() -> None:

@@ -5,13 +5,14 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import click
 
 from labkit.cli.output import is_terminal
 from labkit.errors import LabkitError
 from labkit.lab.progress import Progress, progress_line, progress_of
-from labkit.lab.series import SeriesReader
+from labkit.lab.series import Series, SeriesReader
 from labkit.launch import Run
 from labkit.launch.reap import end_leftover_workers
 from labkit.runfolder import RunFolder, RunStatus
@@ -46,11 +47,20 @@ def follow(run: Run, *, is_ours: bool) -> RunStatus:
         def on_poll(status: RunStatus) -> None:
             if not status.state.is_final:  # the report says how it ended
                 reader.update()
-                display.show(progress_of(reader.series))
+                display.show(_progress(reader.series))
             if interrupts.take():
                 _interrupt(run.folder, status, display, interrupts.count if is_ours else 0)
 
         return run.wait(on_poll=on_poll)
+
+
+def _progress(series: Series) -> Progress:
+    """Where a run stands; its figures are on the first node's machine, on the others there are only steps."""
+    progress = progress_of(series)
+    if progress.step:
+        return progress
+    steps = [worker.times["step_s"].steps for worker in series.workers.values()]
+    return replace(progress, step=max((own[-1] for own in steps if own), default=0))
 
 
 def _interrupt(folder: RunFolder, status: RunStatus, display: "_Display", count: int) -> None:

@@ -56,7 +56,9 @@ def glance(folder: RunFolder, status: RunStatus) -> Glance:
         status: Its true status (`launch.reap`).
     """
     now = time.time()
-    start, metrics, evaluation = newest(folder.events_file(0), ("start", "metrics", "eval"))
+    # On a machine other than the first node's there is no worker 0, and there are steps but no figures.
+    events = folder.events_file(min(folder.ranks(), default=0))
+    start, step, metrics, evaluation = newest(events, ("start", "step", "metrics", "eval"))
     return Glance(
         key=folder.key,
         experiment=folder.path.parent.name,
@@ -64,13 +66,35 @@ def glance(folder: RunFolder, status: RunStatus) -> Glance:
         state=status.state,
         is_unresponsive=is_unresponsive(status),
         attempt=status.attempt,
-        step=int(metrics.get("step", start.get("start_step", 0))),
+        step=int((metrics or step).get("step", start.get("start_step", 0))),
         total_steps=start.get("total_steps"),
         train_loss=metrics.get("values", {}).get("train/loss"),
         val_accuracy=evaluation.get("values", {}).get("val/accuracy"),
         age_s=max(0.0, now - status.created_at),
         error=status.error.message if status.error else None,
     )
+
+
+def messages(folder: RunFolder, attempt: int) -> list[str]:
+    """What an attempt's workers had to say beside their figures: a checkpoint passed over, for example."""
+    found = [event for rank in folder.ranks() for event in _all_of(folder.events_file(rank), "message")]
+    return [str(event.get("text")) for event in found if event.get("attempt") == attempt]
+
+
+def _all_of(file: Path, kind: str) -> list[dict[str, Any]]:
+    """Every event of a kind, found without reading the others."""
+    mark = f'"kind":"{kind}"'.encode()
+    with open(file, "rb") as events:
+        lines = [line for line in events if mark in line]
+    return [event for line in lines if (event := _parse(line)).get("kind") == kind]
+
+
+def _parse(line: bytes) -> dict[str, Any]:
+    try:
+        event = json.loads(line)
+    except ValueError:
+        return {}
+    return event if isinstance(event, dict) else {}
 
 
 def newest(file: Path, kinds: tuple[str, ...]) -> list[dict[str, Any]]:
@@ -86,10 +110,7 @@ def _newest_in(data: mmap.mmap, kind: str) -> dict[str, Any]:
     at = len(data)
     while (at := data.rfind(f'"kind":"{kind}"'.encode(), 0, at)) >= 0:
         end = data.find(b"\n", at)
-        try:
-            event = json.loads(data[data.rfind(b"\n", 0, at) + 1 : end])
-        except ValueError:
-            continue
-        if end >= 0 and isinstance(event, dict) and event.get("kind") == kind:
+        event = _parse(data[data.rfind(b"\n", 0, at) + 1 : end])
+        if end >= 0 and event.get("kind") == kind:
             return event
     return {}

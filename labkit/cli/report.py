@@ -5,7 +5,7 @@ from typing import Any
 
 import click
 
-from labkit.cli.glance import glance
+from labkit.cli.glance import glance, messages
 from labkit.cli.output import print_json
 from labkit.lab import links
 from labkit.lab.failure import failure_text
@@ -29,6 +29,8 @@ def report(
         return
     if status.error is not None:
         click.echo(_cause(folder, status))
+    for text in messages(folder, status.attempt):
+        _line("note", text)
     click.echo(_headline(folder, status))
     _line("run", str(folder.path))
     _line("mlflow", _link_text(folder))
@@ -54,6 +56,7 @@ def summary_of(folder: RunFolder, status: RunStatus) -> dict[str, Any]:
     """A run as JSON values: what `status` shows, its final figures and its MLflow link."""
     return {
         **glance(folder, status).as_dict(),
+        "messages": messages(folder, status.attempt),
         "exit_code": status.state.exit_code,
         "final": final_figures(folder),
         "mlflow": links.run_url(folder),

@@ -43,7 +43,7 @@ def status(runs: tuple[str, ...], is_all: bool, is_watch: bool, is_json: bool) -
 
 
 def _close_lost(glances: Sequence[Glance]) -> None:
-    """Tell MLflow of runs whose supervisor and tracker have both died: it would show them running for ever."""
+    """Tell MLflow of runs whose supervisor and tracker both died: it would show them running for ever."""
     for item in glances:
         if item.state is RunState.LOST:
             from labkit.lab.tracking import close_lost

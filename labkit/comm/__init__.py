@@ -1,5 +1,6 @@
 """Communication between workers. Only this package knows torch.distributed."""
 
+from labkit.comm.arena import Arena, Counters, padded_bytes
 from labkit.comm.communicator import Communicator, GroupCommunicator, PeerError, SoloCommunicator, Work
 from labkit.comm.rendezvous import (
     Rendezvous,
@@ -11,6 +12,9 @@ from labkit.comm.rendezvous import (
 )
 
 __all__ = [
+    "Arena",
+    "Counters",
+    "padded_bytes",
     "Communicator",
     "GroupCommunicator",
     "PeerError",

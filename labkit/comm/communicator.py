@@ -1,5 +1,6 @@
 """The seam through which strategies exchange tensors, with a twin for one process."""
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -21,6 +22,10 @@ class Work(Protocol):
         Raises:
             PeerError: another worker is gone or too late.
         """
+        ...
+
+    def is_done(self) -> bool:
+        """Whether `wait` would return at once."""
         ...
 
 
@@ -50,6 +55,25 @@ class Communicator(Protocol):
         """The same workers with an order of collectives of their own."""
         ...
 
+    def groups(self, ranks: Sequence[Sequence[int]]) -> "list[Communicator | None]":
+        """Make several groups of workers; all workers call it with the same lists.
+
+        Args:
+            ranks: Members of each group, ascending; a worker may be in several.
+
+        Returns:
+            For each group its communicator, None where this worker is no member.
+        """
+        ...
+
+    def send(self, tensor: torch.Tensor, to: int) -> None:
+        """Send a tensor to one worker, which receives it."""
+        ...
+
+    def receive_(self, tensor: torch.Tensor, source: int) -> None:
+        """Replace `tensor` by what one worker sends."""
+        ...
+
     def close(self) -> None:
         """Leave. Call it last."""
         ...
@@ -58,6 +82,9 @@ class Communicator(Protocol):
 class _Done:
     def wait(self) -> None:
         return None
+
+    def is_done(self) -> bool:
+        return True
 
 
 class SoloCommunicator:
@@ -81,6 +108,15 @@ class SoloCommunicator:
     def duplicate(self) -> Communicator:
         return self
 
+    def groups(self, ranks: Sequence[Sequence[int]]) -> list[Communicator | None]:
+        return [self if 0 in members else None for members in ranks]
+
+    def send(self, tensor: torch.Tensor, to: int) -> None:
+        raise ValueError(f"one worker alone can't send to worker {to}")
+
+    def receive_(self, tensor: torch.Tensor, source: int) -> None:
+        raise ValueError(f"one worker alone can't receive from worker {source}")
+
     def close(self) -> None:
         return None
 
@@ -95,6 +131,9 @@ class _GroupWork:
             self._work.wait()
         except RuntimeError as error:
             raise _peer_error(self._what, error) from error
+
+    def is_done(self) -> bool:
+        return self._work.is_completed()
 
 
 def _peer_error(what: str, error: RuntimeError) -> PeerError:
@@ -138,6 +177,29 @@ class GroupCommunicator:
 
     def duplicate(self) -> "GroupCommunicator":
         return GroupCommunicator(dist.new_group(), is_owner=False)
+
+    def groups(self, ranks: Sequence[Sequence[int]]) -> list[Communicator | None]:
+        found: list[Communicator | None] = []
+        for members in ranks:
+            if len(members) == 1:
+                found.append(SoloCommunicator() if members[0] == self.rank else None)
+                continue
+            group = dist.new_group(list(members))  # all workers call it, members or not
+            is_member = self.rank in members
+            found.append(GroupCommunicator(group, is_owner=False) if is_member else None)
+        return found
+
+    def send(self, tensor: torch.Tensor, to: int) -> None:
+        try:
+            dist.send(tensor, group=self._group, group_dst=to)
+        except RuntimeError as error:
+            raise _peer_error(f"sending to worker {to}", error) from error
+
+    def receive_(self, tensor: torch.Tensor, source: int) -> None:
+        try:
+            dist.recv(tensor, group=self._group, group_src=source)
+        except RuntimeError as error:
+            raise _peer_error(f"receiving from worker {source}", error) from error
 
     def close(self) -> None:
         if self._is_owner and dist.is_initialized():

@@ -7,14 +7,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from labkit.cluster.placement import Placement, local_batch_sizes
+from labkit.cluster.placement import Placement, local_batch_sizes, placements
 from labkit.comm import Communicator
 from labkit.config import ExperimentConfig
 from labkit.data.sampler import GlobalSampler, SamplerState, even_extent, own_part
 from labkit.engine import checkpoint, random_state
 from labkit.engine.events import EventLog
 from labkit.errors import ConfigError
-from labkit.optim.build import build_optimizer
 from labkit.optim.schedule import learning_rate_at
 from labkit.runfolder import RunFolder
 from labkit.sync import StepTotals, Strategy, build_strategy, synchronize_batch_norm
@@ -82,15 +81,13 @@ class Trainer:
         return model
 
     def _build_strategy(self) -> Strategy:
-        optimizer = build_optimizer(self.config.optimizer, self.model.parameters())
         return build_strategy(
-            self.config.sync,
+            self.config,
             self.model,
-            optimizer,
             self.comm,
-            self.placement,
-            clip_norm=self.config.engine.clip_norm,
+            placements(self.config.cluster),
             clock=self._clock,
+            say=lambda text: self.log.write("message", text=text),
         )
 
     def _clock(self) -> float:
@@ -227,6 +224,7 @@ class Trainer:
         began_at = time.perf_counter()
         streams = self.comm.gather(random_state.capture().to(self.device))
         local_states = self.comm.gather(self.strategy.local_state().to(self.device))
+        strategy_state = self.strategy.state_dict()
         with self.strategy.merged_buffers():
             if self.comm.rank != 0:
                 return
@@ -238,7 +236,7 @@ class Trainer:
                     "samples": self.progress.samples,
                     "sampler": self.progress.sampler.to_dict(),
                     "model": self.model.state_dict(),
-                    "strategy": self.strategy.state_dict(),
+                    "strategy": strategy_state,
                     "random": [stream.cpu() for stream in streams],
                     "local": [state.cpu() for state in local_states],
                 },

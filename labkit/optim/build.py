@@ -4,11 +4,11 @@ from collections.abc import Iterable
 
 import torch
 
-from labkit.config import AdamWConfig, SgdConfig
+from labkit.config import OptimizerConfig, SgdConfig
 
 
 def build_optimizer(
-    config: SgdConfig | AdamWConfig, parameters: Iterable[torch.nn.Parameter]
+    config: OptimizerConfig, parameters: Iterable[torch.nn.Parameter]
 ) -> torch.optim.Optimizer:
     """torch's own optimizer with the configuration's settings."""
     if isinstance(config, SgdConfig):

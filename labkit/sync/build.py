@@ -1,39 +1,52 @@
 """Build the strategy that a configuration names."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-import torch
 from torch import nn
 
 from labkit.cluster.placement import Placement
 from labkit.comm import Communicator
-from labkit.config import AllReduceConfig, HierarchicalConfig, LocalSgdConfig, ParameterServerConfig
+from labkit.config import AllReduceConfig, ExperimentConfig, HierarchicalConfig
 from labkit.errors import ConfigError
+from labkit.optim.build import build_optimizer
 from labkit.sync.allreduce import AllReduce
+from labkit.sync.hierarchical import Hierarchical
 from labkit.sync.strategy import Strategy
 
 
 def build_strategy(
-    config: AllReduceConfig | HierarchicalConfig | ParameterServerConfig | LocalSgdConfig,
+    config: ExperimentConfig,
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
     comm: Communicator,
-    placement: Placement,
+    places: Sequence[Placement],
     *,
-    clip_norm: float | None,
     clock: Callable[[], float],
+    say: Callable[[str], None] = lambda text: None,
 ) -> Strategy:
-    """Build the strategy of one worker. All workers do so together.
+    """Build the strategy of one worker, and the optimizer that it owns. All workers do so together.
 
     Args:
-        config: Which strategy.
+        config: The experiment.
         model: Same structure on all workers.
-        optimizer: Over the model's parameters.
         comm: The workers.
-        placement: Where this worker runs.
-        clip_norm: Largest norm of the globally averaged gradient.
+        places: Where every worker runs.
         clock: Seconds at which the device's work so far is done.
+        say: Told what was chosen, and why.
     """
-    if isinstance(config, AllReduceConfig):
-        return AllReduce(model, optimizer, comm, config, clip_norm=clip_norm, clock=clock)
-    raise ConfigError(f"sync.name must be a strategy that is built, got {config.name!r}. Use allreduce.")
+    sync, clip_norm = config.sync, config.engine.clip_norm
+    if isinstance(sync, HierarchicalConfig):
+        return Hierarchical(
+            model,
+            config.optimizer,
+            comm,
+            sync,
+            places,
+            timeout_s=config.launch.comm_timeout_s,
+            clip_norm=clip_norm,
+            clock=clock,
+            say=say,
+        )
+    optimizer = build_optimizer(config.optimizer, model.parameters())
+    if isinstance(sync, AllReduceConfig):
+        return AllReduce(model, optimizer, comm, sync, clip_norm=clip_norm, clock=clock)
+    raise ConfigError(f"sync.name must be a strategy that is built, got {sync.name!r}. Use allreduce.")

@@ -64,7 +64,11 @@ class Strategy(Protocol):
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint must hold beside the model."""
+        """What a checkpoint must hold beside the model; whole on worker 0. All workers call it together.
+
+        It is the state of an optimizer over whole parameters, whatever the strategy, so that a run can be
+        resumed under another one.
+        """
         ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -51,7 +51,7 @@ class Dashboard:
         self._view = figure_view(overview(self._reader.series))
         self._failure = ipywidgets.HTML()
         self._stop_button = ipywidgets.Button(
-            description="Stop", icon="stop", button_style="danger", tooltip="Stop all workers of this run"
+            description="Stop", button_style="danger", tooltip="Stop all workers of this run"
         )
         self._stop_button.on_click(lambda _: self.stop())
         hint = ipywidgets.HTML(markup.stop_hint(self.run.folder))

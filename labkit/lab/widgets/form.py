@@ -79,7 +79,7 @@ class Form:
             description="train again if this was trained before", indent=False, layout={"width": "auto"}
         )
         self._launch_button = ipywidgets.Button(
-            description="Launch", icon="play", button_style="primary", tooltip="Start training"
+            description="Launch", button_style="primary", tooltip="Start training"
         )
         self._launch_button.on_click(lambda _: self.launch())
         self._below = ipywidgets.VBox()

@@ -1,0 +1,314 @@
+"""Hierarchical synchronous SGD: shared memory inside a node, chunks between nodes.
+
+After Wang et al. 2020 (abstract): several replicas per node whose parameters live in shared memory, and
+two-level synchronisation. The details are our own choice: one arena per node holds one block of
+parameters that every replica views, one row of gradients per replica, and nothing else; the optimizer's
+state is split over the replicas, each of which updates its slice. Between nodes only the node's sum
+travels, in chunks, while back-propagation still runs: 2(N-1)/N of the gradient per node and step, the
+lower bound for N nodes (Patarasuk and Yuan, 2009).
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from labkit.cluster.placement import Placement
+from labkit.comm import Arena, Communicator, Counters, padded_bytes
+from labkit.config import HierarchicalConfig, OptimizerConfig
+from labkit.optim.build import build_optimizer
+from labkit.sync import flat
+from labkit.sync.batch_norm import RunningStatistics
+from labkit.sync.node_reduce import Chunk, NodeReducer, cut
+from labkit.sync.slice_optimizer import SliceOptimizer
+from labkit.sync.strategy import StepTotals
+from labkit.sync.tune import Plan, candidates, choose
+
+_NUM_FIXED_EXTRA = 4  # samples, loss, accuracy, stop; then one busy time per worker
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Who sits where.
+
+    Attributes:
+        nodes: Ranks of each node.
+        own: This worker's node.
+        local_rank: Its rank there.
+    """
+
+    nodes: tuple[tuple[int, ...], ...]
+    own: int
+    local_rank: int
+
+    @classmethod
+    def of(cls, places: Sequence[Placement], rank: int) -> "Topology":
+        """From the placements of all workers."""
+        names = list(dict.fromkeys(place.node for place in places))
+        nodes = tuple(tuple(p.rank for p in places if p.node == name) for name in names)
+        return cls(nodes, names.index(places[rank].node), places[rank].local_rank)
+
+    @property
+    def num_local(self) -> int:
+        """Workers of this node."""
+        return len(self.nodes[self.own])
+
+    def senders(self, count: int) -> list[list[int]]:
+        """For each of `count` senders the rank that plays it on each node."""
+        return [[node[index % len(node)] for node in self.nodes] for index in range(count)]
+
+
+class Hierarchical:
+    """Two-level synchronous data parallelism. Batch statistics aside, it equals one process."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer_config: OptimizerConfig,
+        comm: Communicator,
+        config: HierarchicalConfig,
+        places: Sequence[Placement],
+        *,
+        timeout_s: float,
+        clip_norm: float | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+        say: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        """Move the model into the node's arena, starting from worker 0's values on every worker.
+
+        Args:
+            model: Same structure on all workers, on the CPU.
+            optimizer_config: The optimizer; each worker updates a slice.
+            comm: The workers.
+            config: Wire format, chunks, senders.
+            places: Where every worker runs.
+            timeout_s: Longest wait for a worker of the same node.
+            clip_norm: Largest norm of the globally averaged gradient.
+            clock: Seconds at which the device's work so far is done.
+            say: Told what was chosen, and why.
+
+        Raises:
+            ConfigError: the node has not enough memory, or the model mixes types.
+        """
+        self._comm, self._clip_norm, self._clock = comm, clip_norm, clock
+        self._topology = Topology.of(places, comm.rank)
+        nodes = comm.groups(self._topology.nodes)
+        node = nodes[self._topology.own]
+        assert node is not None
+        self._node = node
+        self._spans = flat.spans(model)
+        num = self._spans[-1].end
+        self._num_extra = _NUM_FIXED_EXTRA + comm.world_size
+        self._num_parameters = num
+        dtype = self._spans[0].parameter.dtype
+        names = [f"worker {rank} on {places[rank].node}" for rank in self._topology.nodes[self._topology.own]]
+        self._build_arena(num, dtype, names, timeout_s)
+        self._share_parameters(model, num)
+        self._reducer = self._build_reducer(config, say)
+        start, end = flat.slices(num, self._topology.num_local)[self._topology.local_rank]
+        self._slice = SliceOptimizer(
+            optimizer_config,
+            self._spans,
+            self._parameters,
+            self._rows[0],
+            (start, end),
+            self._norms,
+            self._add_up,
+        )
+        self._whole = build_optimizer(optimizer_config, model.parameters())  # for its groups' settings only
+        self._place_of = {span.parameter: index for index, span in enumerate(self._spans)}
+        self._views = [
+            self._rows[self._topology.local_rank, span.start : span.end].view_as(span.parameter)
+            for span in self._spans
+        ]
+        self._hooks = [s.parameter.register_post_accumulate_grad_hook(self._collect) for s in self._spans]
+        self._running = RunningStatistics(model, comm)
+        self._begin(0, 0, is_stop_wanted=False)
+
+    # --- set-up ------------------------------------------------------------------------------------------
+
+    def _build_arena(self, num: int, dtype: torch.dtype, names: list[str], timeout_s: float) -> None:
+        count = self._topology.num_local
+        row = num + self._num_extra
+        num_pieces = len(flat.pieces(self._spans))
+        sizes = [padded_bytes(num, dtype), padded_bytes(count * row, dtype)]
+        sizes += [padded_bytes(2 * num_pieces, torch.float64), 4 * Counters.bytes_for(count)]
+        arena = Arena(self._node, sum(sizes))
+        self._parameters = arena.tensor(num, dtype)
+        self._rows = arena.tensor(count * row, dtype).view(count, row)
+        self._norms = arena.tensor(2 * num_pieces, torch.float64).view(2, num_pieces)
+        self._ready, self._done, self._added, self._updated = (
+            Counters(arena, self._node, names, timeout_s) for _ in range(4)
+        )
+        self._num_added = self._num_updated = 0
+
+    def _share_parameters(self, model: nn.Module, num: int) -> None:
+        is_first = self._topology.local_rank == 0
+        flat.move_into(self._parameters, self._spans, is_first=is_first)
+        heads = [node[0] for node in self._topology.nodes]
+        (between,) = self._comm.groups([heads])
+        if between is not None:
+            between.broadcast_(self._parameters)
+        shared = {id(span.parameter) for span in self._spans}
+        for tensor in [*model.parameters(), *model.buffers()]:
+            if id(tensor) not in shared:
+                self._comm.broadcast_(tensor.data)
+        self._node.barrier()
+
+    def _build_reducer(self, config: HierarchicalConfig, say: Callable[[str], None]) -> NodeReducer:
+        wire = torch.bfloat16 if config.wire == "bfloat16" else self._rows.dtype
+        element_bytes = self._rows.element_size()
+        options = candidates(config, self._topology.nodes, self._num_parameters * element_bytes)
+        communicators = {
+            count: self._comm.groups(self._topology.senders(count))
+            for count in sorted({p.num_senders for p in options})
+        }
+
+        def reducer(plan: Plan, num: int, ready: Counters, done: Counters) -> NodeReducer:
+            chunks = cut(num, max(1, plan.chunk_bytes // element_bytes), plan.num_senders)
+            if num == self._num_parameters:
+                chunks.append(Chunk(num, num + self._num_extra, 0, is_exact=True))
+            rows = self._rows[:, : chunks[-1].end]
+            return NodeReducer(rows, chunks, communicators[plan.num_senders], ready, done, wire=wire)
+
+        plan, reason = choose(options, self._comm, self._time_of(reducer))
+        say(f"hierarchical: {reason}")
+        self._rows[self._topology.local_rank].zero_()  # of what the trials left
+        return reducer(plan, self._num_parameters, self._ready, self._done)
+
+    def _time_of(
+        self, reducer: Callable[[Plan, int, Counters, Counters], NodeReducer]
+    ) -> Callable[[Plan, int], float]:
+        """Seconds that a plan takes to reduce so many bytes, the slowest worker's."""
+
+        def seconds(plan: Plan, size_bytes: int) -> float:
+            num = min(self._num_parameters - 1, size_bytes // self._rows.element_size())
+            if num < 1:
+                return 0.0
+            trial = reducer(plan, num, *self._trial_counters())
+            self._comm.barrier()
+            began_at = time.perf_counter()
+            trial.fill(num)
+            trial.finish()
+            took = torch.tensor([time.perf_counter() - began_at], dtype=torch.float64)
+            return max(float(t) for t in self._comm.gather(took))
+
+        return seconds
+
+    def _trial_counters(self) -> tuple[Counters, Counters]:
+        names = [f"worker {rank}" for rank in self._topology.nodes[self._topology.own]]
+        arena = Arena(self._node, 2 * Counters.bytes_for(len(names)))
+        return Counters(arena, self._node, names, 60.0), Counters(arena, self._node, names, 60.0)
+
+    # --- a step --------------------------------------------------------------------------------------------
+
+    def begin_step(self, num_samples: int, num_micro_steps: int, *, is_stop_wanted: bool = False) -> None:
+        self._begin(num_samples, num_micro_steps, is_stop_wanted=is_stop_wanted)
+
+    def _begin(self, num_samples: int, num_micro_steps: int, *, is_stop_wanted: bool) -> None:
+        self._started_at = self._ready_at = self._clock()
+        self._num_samples, self._micro_steps_left = num_samples, num_micro_steps
+        self._is_stop_wanted = is_stop_wanted
+        self._sums = torch.zeros(2, dtype=torch.float64)
+        self._is_last_micro_step = False
+        self._seen = [False] * len(self._spans)
+        self._is_complete = [False] * len(self._spans)
+        self._next_span = 0
+        for span in self._spans:
+            span.parameter.grad = None
+
+    def backward(self, losses: Tensor, accuracies: Tensor) -> None:
+        self._micro_steps_left -= 1
+        self._sums += torch.stack([losses.detach().sum(), accuracies.detach().sum()]).double()
+        self._is_last_micro_step = self._micro_steps_left == 0
+        losses.sum().backward()
+
+    def _collect(self, parameter: Tensor) -> None:
+        index = self._place_of[parameter]  # type: ignore[index]
+        gradient = parameter.grad
+        if gradient is None:
+            return
+        view = self._views[index]
+        view.add_(gradient) if self._seen[index] else view.copy_(gradient)
+        self._seen[index] = True
+        parameter.grad = None
+        if self._is_last_micro_step:
+            self._is_complete[index] = True
+            self._publish()
+
+    def _publish(self) -> None:
+        """Tell how far this row is filled without a gap."""
+        before = self._next_span
+        while self._next_span < len(self._spans) and self._is_complete[self._next_span]:
+            self._next_span += 1
+        if self._next_span > before:
+            self._reducer.fill(self._spans[self._next_span - 1].end)
+
+    def end_step(self, learning_rate: float) -> StepTotals:
+        for index, view in enumerate(self._views):
+            if not self._seen[index]:
+                view.zero_()  # no samples here, or a parameter that took no part
+        self._fill_extra()
+        self._reducer.fill(self._reducer.num_elements)
+        self._reducer.finish()
+        extra = self._rows[0, self._num_parameters :].tolist()
+        self._slice.divide_(extra[0])
+        exposed_s = self._clock() - self._ready_at
+        self._slice.step(learning_rate, self._clip_norm)
+        self._num_updated += 1
+        self._updated.set(self._num_updated)
+        self._updated.wait(self._num_updated)
+        self._running.count(self._num_samples)
+        busy = tuple(extra[_NUM_FIXED_EXTRA:])
+        return StepTotals(round(extra[0]), extra[1], extra[2], busy, exposed_s, extra[3] > 0)
+
+    def _fill_extra(self) -> None:
+        self._ready_at = self._clock()
+        extra = self._rows[self._topology.local_rank, self._num_parameters :]
+        extra.zero_()
+        extra[0] = self._num_samples
+        extra[1:3] = self._sums
+        extra[3] = float(self._is_stop_wanted)
+        extra[_NUM_FIXED_EXTRA + self._comm.rank] = self._ready_at - self._started_at
+
+    def _add_up(self) -> None:
+        """Wait until every worker of the node has left its part of a sum in the arena."""
+        self._num_added += 1
+        self._added.set(self._num_added)
+        self._added.wait(self._num_added)
+
+    # --- state ---------------------------------------------------------------------------------------------
+
+    def merged_buffers(self) -> AbstractContextManager[None]:
+        return self._running.merged()
+
+    def local_state(self) -> Tensor:
+        return self._running.local_state()
+
+    def load_local_state(self, state: Tensor) -> None:
+        self._running.load_local_state(state)
+
+    def state_dict(self) -> dict[str, Any]:
+        parts, scalars = self._slice.state()
+        whole: dict[str, Tensor] = {}
+        scratch = self._rows[0, : self._num_parameters]  # free between steps
+        for name in sorted(parts):
+            scratch[self._slice.start : self._slice.end] = parts[name]
+            self._add_up()
+            whole[name] = scratch.clone() if self._comm.rank == 0 else scratch
+            self._add_up()
+        return flat.full_state(self._whole, self._spans, whole, scalars) if self._comm.rank == 0 else {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        parts, scalars = flat.flat_state(self._whole, self._spans, state, self._slice.start, self._slice.end)
+        self._slice.load(parts, scalars)
+        self._add_up()  # the model was loaded just before, by every replica into the same memory
+
+    def close(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
