@@ -67,7 +67,15 @@ CLUSTERS = {
 
 
 @pytest.mark.parametrize("cluster", CLUSTERS.values(), ids=list(CLUSTERS))
-@pytest.mark.parametrize("model", ["model=mlp", "sync.batch_norm=synchronized"])
+@pytest.mark.parametrize(
+    "model",
+    [
+        "model=mlp",
+        "sync.batch_norm=synchronized",
+        "sync={name: hierarchical, batch_norm: synchronized, chunk_bytes: 20000, num_senders: 1}",
+        "sync={name: parameter_server, batch_norm: synchronized}",
+    ],
+)
 def test_any_cluster_gives_the_weights_and_the_curve_of_one_process(
     tmp_path: Path, cluster: str, model: str
 ) -> None:
@@ -120,7 +128,23 @@ GPT = [
 ]
 
 
-@pytest.mark.parametrize("extra", [["sync.batch_norm=local"], GPT], ids=["convnet", "gpt with dropout"])
+HIERARCHICAL = ["sync.name=hierarchical", "sync.num_senders=1", "sync.chunk_bytes=20000"]
+LOCAL_SGD = ["sync.name=local_sgd", "sync.period_steps=3", "sync.momentum=kept"]
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        ["sync.batch_norm=local"],
+        GPT,
+        HIERARCHICAL,
+        [*HIERARCHICAL, "optimizer=adamw"],
+        ["sync=parameter_server"],
+        LOCAL_SGD,
+        [*LOCAL_SGD, "sync.momentum=averaged", "optimizer=adamw"],
+    ],
+    ids=["convnet", "gpt", "hierarchical", "hierarchical adamw", "server", "local kept", "local adamw"],
+)
 @pytest.mark.parametrize(("world_size", "stop_at"), [(1, 5), (2, 5), (2, 4)])
 def test_ten_steps_are_five_and_a_resume_and_five_bit_for_bit(
     tmp_path: Path, extra: list[str], world_size: int, stop_at: int

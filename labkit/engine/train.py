@@ -73,6 +73,7 @@ class Trainer:
         self.local_batch_sizes = local_batch_sizes(config.cluster, config.engine.global_batch_size)
         self.progress = Progress()
         self._step_began_at = 0.0
+        self._batch_size = 0
 
     def _place(self, model: nn.Module) -> nn.Module:
         model = model.to(self.device, self.dtype)
@@ -158,6 +159,7 @@ class Trainer:
         """
         engine = self.config.engine
         batch, after = self.sampler.batch(self.progress.sampler)
+        self._batch_size = len(batch)
         own = own_part(batch, self.local_batch_sizes, self.placement.rank)
         size = engine.micro_batch_size or max(1, len(own))
         pieces = [own[start : start + size] for start in range(0, len(own), size)]
@@ -180,7 +182,7 @@ class Trainer:
         peak = self.config.optimizer.learning_rate
         rate = learning_rate_at(self.config.schedule, peak, self.progress.step + 1, self.total_steps)
         totals = self.strategy.end_step(rate)
-        self.progress = Progress(self.progress.step + 1, self.progress.samples + totals.num_samples, after)
+        self.progress = Progress(self.progress.step + 1, self.progress.samples + len(batch), after)
         return totals, data_s, len(own)
 
     def _fetch(self, samples: Samples, indices: "range | object") -> tuple[Tensor, Tensor, float]:
@@ -304,13 +306,22 @@ class Trainer:
             "metrics",
             **self._position(),
             values={
-                "train/loss": totals.loss_sum / totals.num_samples,
-                "train/accuracy": totals.accuracy_sum / totals.num_samples,
+                **_means(totals),
                 "optim/learning_rate": learning_rate_at(
                     self.config.schedule, peak, self.progress.step, self.total_steps
                 ),
-                "perf/samples_per_s": totals.num_samples / step_s,
+                "perf/samples_per_s": self._batch_size / step_s,
                 "perf/step_ms": 1e3 * step_s,
                 **{f"perf/{name}_ms": 1e3 * seconds for name, seconds in parts.items()},
             },
         )
+
+
+def _means(totals: StepTotals) -> dict[str, float]:
+    """Loss and accuracy by sample; nothing when this worker knows of no sample."""
+    if totals.num_samples == 0:
+        return {}
+    return {
+        "train/loss": totals.loss_sum / totals.num_samples,
+        "train/accuracy": totals.accuracy_sum / totals.num_samples,
+    }

@@ -18,6 +18,7 @@ from labkit.comm import Communicator
 from labkit.config import AllReduceConfig
 from labkit.sync.batch_norm import RunningStatistics
 from labkit.sync.buckets import GradientBuckets
+from labkit.sync.record import StepRecord
 from labkit.sync.strategy import StepTotals
 
 
@@ -48,59 +49,40 @@ class AllReduce:
         self._optimizer = optimizer
         self._comm = comm
         self._clip_norm = clip_norm
-        self._clock = clock
         for tensor in [*model.parameters(), *model.buffers()]:
             comm.broadcast_(tensor.data)
+        self._record = StepRecord(comm.rank, comm.world_size, clock)
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         self._buckets = GradientBuckets(
             self._parameters,
             comm,
             bucket_bytes=config.bucket_bytes,
-            num_extra=4 + comm.world_size,
-            before_last=self._fill_extra,
+            num_extra=self._record.size,
+            before_last=self._record.fill,
         )
         self._running = RunningStatistics(model, comm)
-        self._sums = torch.zeros(2, dtype=torch.float64)
-        self._num_samples = 0
-        self._micro_steps_left = 0
-        self._is_stop_wanted = False
-        self._started_at = self._ready_at = 0.0
 
     def begin_step(self, num_samples: int, num_micro_steps: int, *, is_stop_wanted: bool = False) -> None:
-        self._is_stop_wanted = is_stop_wanted
-        self._started_at = self._clock()
-        self._num_samples = num_samples
-        self._micro_steps_left = num_micro_steps
-        self._sums = torch.zeros(2, dtype=torch.float64, device=self._parameters[0].device)
+        self._record.begin(num_samples, num_micro_steps, is_stop_wanted=is_stop_wanted)
         self._buckets.begin()
 
     def backward(self, losses: Tensor, accuracies: Tensor) -> None:
-        self._micro_steps_left -= 1
-        self._sums += torch.stack([losses.detach().sum(), accuracies.detach().sum()])
-        if self._micro_steps_left == 0:
+        if self._record.add(losses, accuracies):
             self._buckets.expect_last_micro_step()
         losses.sum().backward()
 
-    def _fill_extra(self, extra: Tensor) -> None:
-        self._ready_at = self._clock()
-        extra.zero_()
-        extra[0] = self._num_samples
-        extra[1:3] = self._sums
-        extra[3] = float(self._is_stop_wanted)
-        extra[4 + self._comm.rank] = self._ready_at - self._started_at
-
     def end_step(self, learning_rate: float) -> StepTotals:
         # Without samples nothing has been sent yet; with them the last bucket may be on its way.
-        extra = self._buckets.finish().tolist()
-        self._buckets.divide_(extra[0])
-        exposed_s = self._clock() - self._ready_at
+        extra = self._buckets.finish()
+        self._buckets.divide_(float(extra[0]))
+        totals = self._record.totals(extra)
         if self._clip_norm is not None:
             torch.nn.utils.clip_grad_norm_(self._parameters, self._clip_norm)
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate
         self._optimizer.step()
-        self._running.count(self._num_samples)
-        return StepTotals(round(extra[0]), extra[1], extra[2], tuple(extra[4:]), exposed_s, extra[3] > 0)
+        self._running.count(self._record.num_samples)
+        return totals
 
     def merged_buffers(self) -> AbstractContextManager[None]:
         return self._running.merged()

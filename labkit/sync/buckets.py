@@ -7,6 +7,7 @@ from torch import Tensor
 
 from labkit.comm import Communicator, Work
 from labkit.errors import ConfigError
+from labkit.sync.flat import require_dense
 
 
 class _Bucket:
@@ -79,10 +80,7 @@ class GradientBuckets:
         gradient = parameter.grad
         if gradient is None:
             return
-        if gradient.layout != torch.strided:
-            raise ConfigError(
-                f"gradients must be dense, got layout {gradient.layout}. Use sparse=False in the embedding."
-            )
+        require_dense(gradient)
         if parameter in self._seen:
             view.add_(gradient)
         else:

@@ -6,11 +6,12 @@ from torch import nn
 
 from labkit.cluster.placement import Placement
 from labkit.comm import Communicator
-from labkit.config import AllReduceConfig, ExperimentConfig, HierarchicalConfig
-from labkit.errors import ConfigError
+from labkit.config import ExperimentConfig, HierarchicalConfig, LocalSgdConfig, ParameterServerConfig
 from labkit.optim.build import build_optimizer
 from labkit.sync.allreduce import AllReduce
 from labkit.sync.hierarchical import Hierarchical
+from labkit.sync.local_sgd import LocalSgd
+from labkit.sync.parameter_server import ParameterServer
 from labkit.sync.strategy import Strategy
 
 
@@ -47,6 +48,8 @@ def build_strategy(
             say=say,
         )
     optimizer = build_optimizer(config.optimizer, model.parameters())
-    if isinstance(sync, AllReduceConfig):
-        return AllReduce(model, optimizer, comm, sync, clip_norm=clip_norm, clock=clock)
-    raise ConfigError(f"sync.name must be a strategy that is built, got {sync.name!r}. Use allreduce.")
+    if isinstance(sync, ParameterServerConfig):
+        return ParameterServer(model, optimizer, comm, clip_norm=clip_norm, clock=clock)
+    if isinstance(sync, LocalSgdConfig):
+        return LocalSgd(model, optimizer, comm, sync, places, clip_norm=clip_norm, clock=clock)
+    return AllReduce(model, optimizer, comm, sync, clip_norm=clip_norm, clock=clock)

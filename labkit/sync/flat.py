@@ -1,6 +1,6 @@
 """A model whose parameters are views of one flat tensor, in the order in which gradients appear."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -141,3 +141,87 @@ def flat_state(
 def _indices(optimizer: torch.optim.Optimizer) -> dict[int, int]:
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     return {id(parameter): index for index, parameter in enumerate(parameters)}
+
+
+class GradientRow:
+    """Collects the gradients of a model in one flat row as they appear.
+
+    Autograd leaves each gradient in a tensor of its own; a hook moves it into the row and frees it.
+    """
+
+    def __init__(
+        self, layout: Sequence[Span], row: Tensor, on_progress: Callable[[int], None] = lambda end: None
+    ) -> None:
+        """Register the hooks.
+
+        Args:
+            layout: Where parameters lie.
+            row: Where the gradients go; shape (n or more,).
+            on_progress: Told, in the last micro-step, up to where the row is complete without a gap.
+        """
+        self._layout = layout
+        self._on_progress = on_progress
+        self._place_of = {span.parameter: index for index, span in enumerate(layout)}
+        self._views = [row[span.start : span.end].view_as(span.parameter) for span in layout]
+        self._hooks = [span.parameter.register_post_accumulate_grad_hook(self._collect) for span in layout]
+        self.begin()
+
+    def begin(self) -> None:
+        """Forget the step before."""
+        self._is_last_micro_step = False
+        self._seen = [False] * len(self._layout)
+        self._is_complete = [False] * len(self._layout)
+        self._next = 0
+        for span in self._layout:
+            span.parameter.grad = None
+
+    def expect_last_micro_step(self) -> None:
+        """From now on a gradient that appears is complete."""
+        self._is_last_micro_step = True
+
+    def _collect(self, parameter: Tensor) -> None:
+        index = self._place_of[parameter]  # type: ignore[index]
+        gradient = parameter.grad
+        if gradient is None:
+            return
+        require_dense(gradient)
+        if self._seen[index]:
+            self._views[index].add_(gradient)
+        else:
+            self._views[index].copy_(gradient)
+            self._seen[index] = True
+        parameter.grad = None
+        if self._is_last_micro_step:
+            self._is_complete[index] = True
+            self._report()
+
+    def _report(self) -> None:
+        before = self._next
+        while self._next < len(self._layout) and self._is_complete[self._next]:
+            self._next += 1
+        if self._next > before:
+            self._on_progress(self._layout[self._next - 1].end)
+
+    def finish(self) -> None:
+        """Put zeros where no gradient came: no samples here, or a parameter that took no part."""
+        for is_seen, view in zip(self._seen, self._views, strict=True):
+            if not is_seen:
+                view.zero_()
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+
+def require_dense(gradient: Tensor) -> None:
+    """Refuse a sparse gradient.
+
+    Raises:
+        ConfigError: it is sparse.
+    """
+    if gradient.layout != torch.strided:
+        raise ConfigError(
+            f"gradients must be dense, got layout {gradient.layout}. Use sparse=False in the embedding."
+        )

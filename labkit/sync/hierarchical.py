@@ -24,11 +24,10 @@ from labkit.optim.build import build_optimizer
 from labkit.sync import flat
 from labkit.sync.batch_norm import RunningStatistics
 from labkit.sync.node_reduce import Chunk, NodeReducer, cut
+from labkit.sync.record import StepRecord
 from labkit.sync.slice_optimizer import SliceOptimizer
 from labkit.sync.strategy import StepTotals
 from labkit.sync.tune import Plan, candidates, choose
-
-_NUM_FIXED_EXTRA = 4  # samples, loss, accuracy, stop; then one busy time per worker
 
 
 @dataclass(frozen=True)
@@ -94,7 +93,8 @@ class Hierarchical:
         Raises:
             ConfigError: the node has not enough memory, or the model mixes types.
         """
-        self._comm, self._clip_norm, self._clock = comm, clip_norm, clock
+        self._comm, self._clip_norm = comm, clip_norm
+        self._record = StepRecord(comm.rank, comm.world_size, clock)
         self._topology = Topology.of(places, comm.rank)
         nodes = comm.groups(self._topology.nodes)
         node = nodes[self._topology.own]
@@ -102,7 +102,6 @@ class Hierarchical:
         self._node = node
         self._spans = flat.spans(model)
         num = self._spans[-1].end
-        self._num_extra = _NUM_FIXED_EXTRA + comm.world_size
         self._num_parameters = num
         dtype = self._spans[0].parameter.dtype
         names = [f"worker {rank} on {places[rank].node}" for rank in self._topology.nodes[self._topology.own]]
@@ -120,20 +119,16 @@ class Hierarchical:
             self._add_up,
         )
         self._whole = build_optimizer(optimizer_config, model.parameters())  # for its groups' settings only
-        self._place_of = {span.parameter: index for index, span in enumerate(self._spans)}
-        self._views = [
-            self._rows[self._topology.local_rank, span.start : span.end].view_as(span.parameter)
-            for span in self._spans
-        ]
-        self._hooks = [s.parameter.register_post_accumulate_grad_hook(self._collect) for s in self._spans]
+        self._gradients = flat.GradientRow(
+            self._spans, self._rows[self._topology.local_rank], self._reducer.fill
+        )
         self._running = RunningStatistics(model, comm)
-        self._begin(0, 0, is_stop_wanted=False)
 
     # --- set-up ------------------------------------------------------------------------------------------
 
     def _build_arena(self, num: int, dtype: torch.dtype, names: list[str], timeout_s: float) -> None:
         count = self._topology.num_local
-        row = num + self._num_extra
+        row = num + self._record.size
         num_pieces = len(flat.pieces(self._spans))
         sizes = [padded_bytes(num, dtype), padded_bytes(count * row, dtype)]
         sizes += [padded_bytes(2 * num_pieces, torch.float64), 4 * Counters.bytes_for(count)]
@@ -171,7 +166,7 @@ class Hierarchical:
         def reducer(plan: Plan, num: int, ready: Counters, done: Counters) -> NodeReducer:
             chunks = cut(num, max(1, plan.chunk_bytes // element_bytes), plan.num_senders)
             if num == self._num_parameters:
-                chunks.append(Chunk(num, num + self._num_extra, 0, is_exact=True))
+                chunks.append(Chunk(num, num + self._record.size, 0, is_exact=True))
             rows = self._rows[:, : chunks[-1].end]
             return NodeReducer(rows, chunks, communicators[plan.num_senders], ready, done, wire=wire)
 
@@ -207,73 +202,28 @@ class Hierarchical:
     # --- a step --------------------------------------------------------------------------------------------
 
     def begin_step(self, num_samples: int, num_micro_steps: int, *, is_stop_wanted: bool = False) -> None:
-        self._begin(num_samples, num_micro_steps, is_stop_wanted=is_stop_wanted)
-
-    def _begin(self, num_samples: int, num_micro_steps: int, *, is_stop_wanted: bool) -> None:
-        self._started_at = self._ready_at = self._clock()
-        self._num_samples, self._micro_steps_left = num_samples, num_micro_steps
-        self._is_stop_wanted = is_stop_wanted
-        self._sums = torch.zeros(2, dtype=torch.float64)
-        self._is_last_micro_step = False
-        self._seen = [False] * len(self._spans)
-        self._is_complete = [False] * len(self._spans)
-        self._next_span = 0
-        for span in self._spans:
-            span.parameter.grad = None
+        self._record.begin(num_samples, num_micro_steps, is_stop_wanted=is_stop_wanted)
+        self._gradients.begin()
 
     def backward(self, losses: Tensor, accuracies: Tensor) -> None:
-        self._micro_steps_left -= 1
-        self._sums += torch.stack([losses.detach().sum(), accuracies.detach().sum()]).double()
-        self._is_last_micro_step = self._micro_steps_left == 0
+        if self._record.add(losses, accuracies):
+            self._gradients.expect_last_micro_step()
         losses.sum().backward()
 
-    def _collect(self, parameter: Tensor) -> None:
-        index = self._place_of[parameter]  # type: ignore[index]
-        gradient = parameter.grad
-        if gradient is None:
-            return
-        view = self._views[index]
-        view.add_(gradient) if self._seen[index] else view.copy_(gradient)
-        self._seen[index] = True
-        parameter.grad = None
-        if self._is_last_micro_step:
-            self._is_complete[index] = True
-            self._publish()
-
-    def _publish(self) -> None:
-        """Tell how far this row is filled without a gap."""
-        before = self._next_span
-        while self._next_span < len(self._spans) and self._is_complete[self._next_span]:
-            self._next_span += 1
-        if self._next_span > before:
-            self._reducer.fill(self._spans[self._next_span - 1].end)
-
     def end_step(self, learning_rate: float) -> StepTotals:
-        for index, view in enumerate(self._views):
-            if not self._seen[index]:
-                view.zero_()  # no samples here, or a parameter that took no part
-        self._fill_extra()
+        self._gradients.finish()
+        self._record.fill(self._rows[self._topology.local_rank, self._num_parameters :])
         self._reducer.fill(self._reducer.num_elements)
         self._reducer.finish()
-        extra = self._rows[0, self._num_parameters :].tolist()
-        self._slice.divide_(extra[0])
-        exposed_s = self._clock() - self._ready_at
+        extra = self._rows[0, self._num_parameters :]
+        totals = self._record.totals(extra)
+        self._slice.divide_(float(extra[0]))
         self._slice.step(learning_rate, self._clip_norm)
         self._num_updated += 1
         self._updated.set(self._num_updated)
         self._updated.wait(self._num_updated)
-        self._running.count(self._num_samples)
-        busy = tuple(extra[_NUM_FIXED_EXTRA:])
-        return StepTotals(round(extra[0]), extra[1], extra[2], busy, exposed_s, extra[3] > 0)
-
-    def _fill_extra(self) -> None:
-        self._ready_at = self._clock()
-        extra = self._rows[self._topology.local_rank, self._num_parameters :]
-        extra.zero_()
-        extra[0] = self._num_samples
-        extra[1:3] = self._sums
-        extra[3] = float(self._is_stop_wanted)
-        extra[_NUM_FIXED_EXTRA + self._comm.rank] = self._ready_at - self._started_at
+        self._running.count(self._record.num_samples)
+        return totals
 
     def _add_up(self) -> None:
         """Wait until every worker of the node has left its part of a sum in the arena."""
@@ -309,6 +259,4 @@ class Hierarchical:
         self._add_up()  # the model was loaded just before, by every replica into the same memory
 
     def close(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
+        self._gradients.close()

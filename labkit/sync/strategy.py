@@ -12,7 +12,8 @@ class StepTotals:
     """What one step was, over all workers.
 
     Attributes:
-        num_samples: Samples of the global batch.
+        num_samples: Samples that the sums below are over: the global batch, or under local SGD this
+            worker's own between averages and everybody's since the last one at an average.
         loss_sum: Sum of the samples' losses.
         accuracy_sum: Sum of the samples' accuracies.
         busy_s: Seconds that each worker worked before it waited for others; shape (W,).

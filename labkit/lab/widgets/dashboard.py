@@ -13,6 +13,7 @@ from labkit.lab.progress import progress_of
 from labkit.lab.series import SeriesReader, folder_of
 from labkit.lab.widgets import markup
 from labkit.lab.widgets.figure_view import figure_view
+from labkit.lab.widgets.keyboard import column
 from labkit.runfolder import RunStatus
 
 _POLL_S = 0.5
@@ -55,15 +56,14 @@ class Dashboard:
         )
         self._stop_button.on_click(lambda _: self.stop())
         hint = ipywidgets.HTML(markup.stop_hint(self.run.folder))
-        self.widget = ipywidgets.VBox(
+        self.widget = column(
             [
                 self._status,
                 ipywidgets.HBox([self._stop_button, hint], layout={"flex_flow": "row wrap"}),
                 self._failure,
                 self._view.widget,
                 ipywidgets.HTML(markup.note(self._view.hint)),
-            ],
-            layout={"width": "100%"},
+            ]
         )
 
     def _repr_mimebundle_(self, **kwargs: Any) -> Any:
@@ -87,7 +87,8 @@ class Dashboard:
         self._closed.set()
         if threading.current_thread() is not self._thread:
             self._thread.join()
-        self.widget.close()
+        for widget in (*self.widget.children, self.widget):
+            widget.close()
 
     def _follow(self) -> None:
         try:

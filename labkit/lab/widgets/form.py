@@ -11,6 +11,7 @@ from labkit.lab.command import as_command, cluster_text, override
 from labkit.lab.widgets import markup
 from labkit.lab.widgets.controls import make_control, value_of
 from labkit.lab.widgets.dashboard import Dashboard
+from labkit.lab.widgets.keyboard import column
 from labkit.runfolder import RunStatus
 
 SETTINGS = {
@@ -88,9 +89,7 @@ class Form:
             layout={"grid_template_columns": "repeat(auto-fit, minmax(20em, 1fr))", "grid_gap": "2px 24px"},
         )
         buttons = ipywidgets.HBox([self._launch_button, self._repeat], layout={"flex_flow": "row wrap"})
-        self.widget = ipywidgets.VBox(
-            [grid, self._more, self._message, buttons, self._command, self._below], layout={"width": "100%"}
-        )
+        self.widget = column([grid, self._more, self._message, buttons, self._command, self._below])
 
     def _repr_mimebundle_(self, **kwargs: Any) -> Any:
         return self.widget._repr_mimebundle_(**kwargs)

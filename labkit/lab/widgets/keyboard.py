@@ -1,0 +1,41 @@
+"""Let the keyboard work inside widgets: JupyterLab would take their keys for its own commands.
+
+With the focus on a drop-down list, typing `m` turns the cell into Markdown and an arrow moves to the
+next cell, both of which lose the form. JupyterLab leaves the keys alone below an element with the
+attribute `data-lm-suppress-shortcuts`, which only a script on the page can set.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import ipywidgets
+
+_CLASS = "labkit-keys"
+_SCRIPT = f"""
+export default {{
+  render({{ el }}) {{
+    const mark = (tries) => {{
+      const box = el.closest(".{_CLASS}");
+      if (box) box.setAttribute("data-lm-suppress-shortcuts", "true");
+      else if (tries > 0) setTimeout(() => mark(tries - 1), 100);
+    }};
+    mark(100);
+  }},
+}};
+"""
+
+
+def column(children: Sequence[Any]) -> Any:
+    """Widgets below each other, over the whole width, that get every key while they have the focus."""
+    box = ipywidgets.VBox([*children, *_guard()], layout={"width": "100%"})
+    box.add_class(_CLASS)
+    return box
+
+
+def _guard() -> list[Any]:
+    try:
+        import anywidget
+    except ImportError:
+        return []
+    guard = type("KeyGuard", (anywidget.AnyWidget,), {"_esm": _SCRIPT})
+    return [guard(layout={"display": "none"})]

@@ -1,0 +1,230 @@
+"""Build an emulated network: a switch and nodes as namespaces, joined by veth pairs, shaped by tc.
+
+Both ends of a link are shaped by a token bucket: what a node sends at its own end, what it receives at the
+switch's. Rates are exact to a few per cent up to what the machine's cores can push through.
+"""
+
+import errno
+import os
+import shutil
+import socket
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+from labkit.config import ClusterConfig
+from labkit.errors import ConfigError
+from labkit.launch.emulation import kernel
+from labkit.launch.emulation.emulation import INTERFACE, Emulation, NodeSpaces
+from labkit.launch.emulation.links import PREFIX_BITS, SWITCH_ADDRESS, Link, links_of, shape_command
+
+_CONGESTION = "reno"  # in every kernel, settable in every namespace, and with the least spread
+_SYSTEM_PATHS = ("/usr/sbin", "/sbin", "/usr/local/sbin")  # a plain user's PATH often lacks them
+_LOOPBACK = "or run on loopback, where links are not shaped: launch.is_emulated=false"
+
+
+def build(cluster: ClusterConfig) -> Emulation:
+    """Build the network of a cluster; a tenth of a second for four nodes.
+
+    Raises:
+        ConfigError: a rate or a name can't be emulated, a program is missing, or it is not allowed.
+    """
+    links = links_of(cluster)
+    check_system()
+    emulation = _make_namespaces(links)
+    try:
+        _wire(emulation)
+    except BaseException:
+        emulation.close()
+        raise
+    return emulation
+
+
+def check(cluster: ClusterConfig) -> None:
+    """Find out whether a cluster can be emulated here, by building one of its nodes and dropping it.
+
+    Raises:
+        ConfigError: it can't.
+    """
+    links = links_of(cluster)
+    index = next((i for i, link in enumerate(links) if link.up_mbit or link.down_mbit), 0)
+    build(cluster.model_copy(update={"nodes": (cluster.nodes[index],)})).close()
+
+
+def check_system() -> None:
+    """Refuse a system without namespaces or without iproute2.
+
+    Raises:
+        ConfigError: naming what is missing.
+    """
+    if not kernel.is_linux():
+        raise ConfigError(f"launch.is_emulated must be false except on Linux. Use Linux, {_LOOPBACK}.")
+    for program in ("ip", "tc"):
+        _program(program)
+
+
+def _program(name: str) -> str:
+    path = shutil.which(name, path=os.pathsep.join([os.environ.get("PATH", ""), *_SYSTEM_PATHS]))
+    if path is None:
+        raise ConfigError(
+            f"launch.is_emulated must find the program `{name}`, got none. Install iproute2 (Debian and "
+            f"Ubuntu: apt install iproute2), {_LOOPBACK}."
+        )
+    return path
+
+
+def _make_namespaces(links: Sequence[Link]) -> Emulation:
+    user, switch, congestion = _make_switch()
+    emulation = Emulation(links, user, switch, {}, congestion)
+    hosts = _hosts_text(links)
+    kinds = [kernel.NEW_NETWORK, kernel.NEW_HOST_NAME, kernel.NEW_MOUNTS]
+    try:
+        for link in links:
+
+            def furnish(name: str = link.node) -> None:
+                _furnish(name, hosts)
+
+            fds, _ = kernel.new_namespaces(user, kinds, furnish)
+            emulation.nodes[link.node] = NodeSpaces(*fds)
+    except OSError as error:
+        emulation.close()
+        raise _refused(error) from None
+    return emulation
+
+
+def _make_switch() -> tuple[int | None, int, str]:
+    """The first namespace shows by which right the others can be made: as root, or in a user namespace."""
+    try:
+        (switch,), congestion = kernel.new_namespaces(None, [kernel.NEW_NETWORK], _tune_tcp)
+        return None, switch, congestion
+    except OSError as error:
+        if error.errno != errno.EPERM:
+            raise _refused(error) from None
+    try:
+        user = kernel.new_user_namespace()
+    except OSError as error:
+        raise _refused(error) from None
+    try:
+        (switch,), congestion = kernel.new_namespaces(user, [kernel.NEW_NETWORK], _tune_tcp)
+    except OSError as error:
+        os.close(user)
+        raise _refused(error) from None
+    return user, switch, congestion
+
+
+def _refused(error: OSError) -> ConfigError:
+    if error.errno == errno.EMFILE:
+        return ConfigError(
+            f"cluster.nodes must need fewer open files than allowed, got {error.strerror}. Raise `ulimit -n`."
+        )
+    return ConfigError(
+        f"launch.is_emulated must be allowed to make network namespaces, got: {error.strerror or error}. Run "
+        "as root, allow user namespaces (sysctl user.max_user_namespaces, kernel.unprivileged_userns_clone, "
+        f"kernel.apparmor_restrict_unprivileged_userns; a container needs --privileged), {_LOOPBACK}."
+    )
+
+
+def _tune_tcp() -> str:
+    """Pin what decides how TCP fills a link. Called inside a new network namespace.
+
+    Returns:
+        The congestion control now in force.
+    """
+    network = Path("/proc/sys/net")
+    control = network / "ipv4" / "tcp_congestion_control"
+    for file, value in ((control, _CONGESTION), (network / "ipv6/conf/default/disable_ipv6", "1")):
+        try:
+            file.write_text(value)
+        except OSError:
+            pass  # a container may forbid it, a kernel may lack it; what is in force is printed
+    return control.read_text().strip()
+
+
+def _furnish(name: str, hosts: str) -> None:
+    """Called inside a node's new namespaces: its name, its hosts file, and a /dev/shm of its own."""
+    _tune_tcp()
+    socket.sethostname(name)
+    kernel.keep_mounts_to_ourselves()
+    kernel.mount_memory("/dev/shm")  # as on machines of their own: nothing is shared between nodes
+    file = Path("/dev/shm/hosts")
+    file.write_text(hosts)
+    kernel.bind_file(str(file), "/etc/hosts")
+    file.unlink()
+
+
+def _hosts_text(links: Sequence[Link]) -> str:
+    lines = ["127.0.0.1 localhost", f"{SWITCH_ADDRESS} labkit-switch"]
+    return "\n".join([*lines, *(f"{link.address} {link.node}" for link in links)]) + "\n"
+
+
+def _wire(emulation: Emulation) -> None:
+    """Cables, addresses and rates."""
+    sockets = [node.network for node in emulation.nodes.values()]
+    emulation.call(None, lambda: _wire_switch(emulation.links, sockets))
+    for link in emulation.links:
+        commands = [
+            "link set lo up",
+            f"addr add {link.address}/{PREFIX_BITS} dev {INTERFACE}",
+            f"link set {INTERFACE} up",
+        ]
+        shape = [] if link.up_mbit is None else [shape_command(INTERFACE, link.up_mbit)]
+
+        def wire_node(ip: list[str] = commands, tc: list[str] = shape) -> None:
+            batch("ip", ip)
+            batch("tc", tc)
+
+        emulation.call(link.node, wire_node)
+
+
+def _wire_switch(links: Sequence[Link], node_networks: Sequence[int]) -> None:
+    commands = [
+        "link set lo up",
+        "link add br0 type bridge stp_state 0 forward_delay 0 mcast_snooping 0",
+        f"addr add {SWITCH_ADDRESS}/{PREFIX_BITS} dev br0",
+        "link set br0 up",
+    ]
+    for index, fd in enumerate(node_networks):
+        # The other end lands in the node's namespace, which `ip` knows by a descriptor that it inherits.
+        commands.append(
+            f"link add p{index} type veth peer name {INTERFACE} netns /proc/self/fd/{fd}"
+        )
+        commands.append(f"link set p{index} master br0 up")
+    batch("ip", commands, pass_fds=node_networks)
+    batch(
+        "tc",
+        [shape_command(f"p{i}", link.down_mbit) for i, link in enumerate(links) if link.down_mbit is not None],
+    )
+
+
+def batch(program: str, lines: Sequence[str], pass_fds: Sequence[int] = ()) -> None:
+    """Run lines of `ip` or `tc` in the network namespace of this thread.
+
+    Raises:
+        ConfigError: the program refuses one.
+    """
+    if lines:
+        run_program([program, "-batch", "-"], "\n".join(lines) + "\n", pass_fds)
+
+
+def run_program(command: Sequence[str], text: str = "", pass_fds: Sequence[int] = ()) -> str:
+    """Run `ip` or `tc` in the network namespace of this thread and return what it prints.
+
+    Raises:
+        ConfigError: it refuses.
+    """
+    done = subprocess.run(
+        [_program(command[0]), *command[1:]],
+        input=text,
+        capture_output=True,
+        text=True,
+        pass_fds=pass_fds,
+        timeout=30,
+        check=False,
+    )
+    if done.returncode:
+        reason = next(iter(done.stderr.strip().splitlines()), f"exit code {done.returncode}")
+        raise ConfigError(
+            f"links must be ones that `{command[0]}` accepts, got: {reason}. Correct the cluster file, "
+            f"{_LOOPBACK}."
+        )
+    return done.stdout

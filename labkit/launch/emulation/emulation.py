@@ -1,0 +1,132 @@
+"""An emulated network as those see it who hold it: its supervisor, its workers, a benchmark."""
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import TypeVar
+
+from labkit.launch.emulation import kernel
+from labkit.launch.emulation.links import SWITCH_ADDRESS, Link, describe, link_of
+
+T = TypeVar("T")
+
+INTERFACE = "eth0"
+
+
+@dataclass(frozen=True)
+class NodeSpaces:
+    """Descriptors of one node's namespaces: network, host name, mounts."""
+
+    network: int
+    host_name: int
+    mounts: int
+
+    def as_list(self) -> list[int]:
+        """In the order in which they are entered."""
+        return [self.network, self.host_name, self.mounts]
+
+
+class Emulation:
+    """Nodes as namespaces, joined by a switch. It lasts as long as somebody holds it."""
+
+    store_host = SWITCH_ADDRESS
+
+    def __init__(
+        self,
+        links: Sequence[Link],
+        user: int | None,
+        switch: int,
+        nodes: Mapping[str, NodeSpaces],
+        congestion: str,
+        *,
+        name: str | None = None,
+        log: Path | None = None,
+    ) -> None:
+        """Take hold of namespaces that are there; `build` makes them.
+
+        Args:
+            links: One per node, in order.
+            user: Descriptor of the user namespace that owns all others; None: root made them.
+            switch: Descriptor of the switch's network namespace.
+            nodes: Descriptors by node.
+            congestion: TCP congestion control of the nodes.
+            name: Of the standing cluster that this is.
+            log: Where changes of links are written down.
+        """
+        self.links = tuple(links)
+        self.user = user
+        self.switch = switch
+        self.nodes = dict(nodes)
+        self.congestion = congestion
+        self.name = name
+        self.log = log
+
+    def __enter__(self) -> "Emulation":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let go. Safe to call twice."""
+        for fd in self.fds():
+            os.close(fd)
+        self.user, self.switch, self.nodes = None, -1, {}
+
+    def fds(self) -> list[int]:
+        """Every descriptor held."""
+        found = [fd for node in self.nodes.values() for fd in node.as_list()]
+        found += [self.switch] if self.switch >= 0 else []
+        return found + ([self.user] if self.user is not None else [])
+
+    def join(self) -> None:
+        """Move this process to where it may enter the nodes. Call it before it has threads.
+
+        Without root that is a user namespace, from which there is no way back; with root nothing happens.
+        """
+        if self.user is not None:
+            kernel.enter([self.user])
+
+    def enter(self, node: str) -> None:
+        """Make this process one of a node: its address, host name, hosts file and /dev/shm.
+
+        Raises:
+            ConfigError: there is no such node.
+        """
+        kernel.enter(self._way_to(node))
+        # gloo and NCCL would otherwise guess by the host name, or take loopback.
+        os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = INTERFACE
+
+    def at_switch(self, function: Callable[[], T]) -> T:
+        """Run a function in this process, which has joined, as one that sees all nodes: it may listen there."""
+        return kernel.in_thread(function, self.switch)
+
+    def call(self, node: str | None, function: Callable[[], T]) -> T:
+        """Run a function in a child process on a node, or at the switch (None).
+
+        Args:
+            node: Its name.
+            function: Its result must be picklable.
+
+        Raises:
+            ConfigError: there is no such node.
+        """
+        return kernel.in_child(function, self._way_to(node))
+
+    def _way_to(self, node: str | None) -> list[int]:
+        first = [self.user] if self.user is not None else []
+        if node is None:
+            return [*first, self.switch]
+        return [*first, *self.nodes[link_of(self.links, node).node].as_list()]
+
+    def __str__(self) -> str:
+        right = "root" if self.user is None else "user namespace"
+        what = f"standing cluster {self.name}, " if self.name else ""
+        return (
+            f"{what}{len(self.links)} emulated nodes: {describe(self.links)}; "
+            f"TCP {self.congestion}, by {right}"
+        )
