@@ -5,13 +5,16 @@ import os
 import pickle
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
 
 from labkit.comm import Rendezvous, StoreServer, join
+from labkit.engine.worker import die_with_parent
+from labkit.launch.emulation.network import Loopback, Network
 
 # OpenMP's threads do not survive a fork: neither this process nor its workers may have any.
 torch.set_num_threads(1)
@@ -22,22 +25,35 @@ class WorkerFailed(AssertionError):
     """The function raised on a worker; the message names the rank and holds its traceback."""
 
 
+@dataclass(frozen=True)
+class _Place:
+    """Where one worker goes: its rank, its node on the network, where it meets the others."""
+
+    rank: int
+    world_size: int
+    network: Network
+    node: str
+    rendezvous: Rendezvous
+    timeout_s: float
+
+
 def _child(
     connection: Connection,
     function: Callable[..., Any],
-    rank: int,
-    world_size: int,
-    rendezvous: Rendezvous,
+    place: _Place,
+    parent_pid: int,
     arguments: tuple[Any, ...],
 ) -> None:
     try:
+        place.network.enter(place.node)
+        die_with_parent(parent_pid)
         comm = join(
-            rendezvous,
-            rank=rank,
-            world_size=world_size,
+            place.rendezvous,
+            rank=place.rank,
+            world_size=place.world_size,
             device_type="cpu",
             start_timeout_s=30,
-            comm_timeout_s=30,
+            comm_timeout_s=place.timeout_s,
         )
         value = function(comm, *arguments)
         comm.barrier()
@@ -61,20 +77,44 @@ def run_workers(
     Raises:
         WorkerFailed: naming the rank that failed first of its own, not for a peer's sake.
     """
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    server = StoreServer()
+    return run_on(Loopback(), [""] * world_size, function, *arguments, timeout_s=timeout_s, comm_timeout_s=30)
+
+
+def run_on(
+    network: Network,
+    nodes: Sequence[str],
+    function: Callable[..., Any],
+    *arguments: Any,
+    timeout_s: float,
+    comm_timeout_s: float,
+) -> list[Any]:
+    """Run `function(comm, *arguments)` on one worker per entry of `nodes`, each on its node of a network.
+
+    Args:
+        network: This process has joined it.
+        nodes: Node of each rank; shape (W,).
+        function: What every worker does.
+        arguments: Passed on.
+        timeout_s: Longest time for all.
+        comm_timeout_s: Longest wait in a collective.
+
+    Raises:
+        WorkerFailed: naming the rank that failed first of its own, not for a peer's sake.
+    """
+    server = network.at_switch(lambda: StoreServer(network.store_host))
+    where = Rendezvous(server.host, server.port, "test")
     pipes, processes = [], []
-    for rank in range(world_size):
+    for rank, node in enumerate(nodes):
         mine, theirs = _CONTEXT.Pipe()
-        where = Rendezvous(server.host, server.port, "test")
+        place = _Place(rank, len(nodes), network, node, where, comm_timeout_s)
         process = _CONTEXT.Process(
-            target=_child, args=(theirs, function, rank, world_size, where, arguments), daemon=True
+            target=_child, args=(theirs, function, place, os.getpid(), arguments), daemon=True
         )
         process.start()
         theirs.close()
         pipes.append(mine)
         processes.append(process)
-    server.open()
+    network.at_switch(server.open)
     try:
         return _collect(pipes, processes, time.monotonic() + timeout_s)
     finally:
@@ -85,7 +125,6 @@ def run_workers(
         for pipe in pipes:
             pipe.close()
         server.close()
-        del os.environ["GLOO_SOCKET_IFNAME"]
 
 
 def _collect(pipes: list[Connection], processes: list[Any], deadline: float) -> list[Any]:

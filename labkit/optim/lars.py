@@ -18,7 +18,7 @@ the rate changes. Our own choice, since the sources say nothing: where only g is
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, overload
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,8 +28,8 @@ from labkit.errors import ConfigError
 SquaredNorms = Callable[[list[Tensor], list[Tensor]], tuple[Tensor, Tensor]]
 """From tensors and their gradients to the sums of squares of each; shapes (n,), (n,)."""
 
-_CHUNK = 65_536  # elements; a float32 sum of squares over 25 million in one go is up to 2 % too small
-_PORTION = 1_000_000  # elements; norms and update of so many follow each other while they are in the cache
+_CHUNK = 131_072  # elements; a float32 sum of 25 million squares in one go may be 2 % too small
+_SMALLEST_FUSED = 32_768  # elements; fewer are cheaper together, and torch gives them one thread anyway
 _SMALLEST_FUSED_RATE = 1e-8
 
 
@@ -55,7 +55,7 @@ def is_small(parameter: Tensor) -> bool:
 
 
 def sums_of_squares(tensors: Sequence[Tensor]) -> Tensor:
-    """The sum of squares of each tensor, added up in float32 (float64 for float64 tensors) chunk by chunk.
+    """The sum of squares of each tensor, from norms of its chunks in float32 (float64 for float64).
 
     Returns:
         Shape (n,), float64, on the CPU: one transfer for each other device.
@@ -64,7 +64,7 @@ def sums_of_squares(tensors: Sequence[Tensor]) -> Tensor:
     kinds: dict[tuple[torch.device, torch.dtype], tuple[list[int], list[Tensor]]] = {}
     for index, tensor in enumerate(tensors):
         owners, chunks = kinds.setdefault((tensor.device, tensor.dtype), ([], []))
-        parts = tensor.reshape(-1).split(_CHUNK)
+        parts = tensor.reshape(-1).split(_CHUNK) if tensor.numel() > _CHUNK else (tensor,)
         owners += [index] * len(parts)
         chunks += parts
     for (_, dtype), (owners, chunks) in kinds.items():
@@ -74,17 +74,10 @@ def sums_of_squares(tensors: Sequence[Tensor]) -> Tensor:
     return sums
 
 
-def _of_whole_tensors(weights: list[Tensor], gradients: list[Tensor]) -> tuple[Tensor, Tensor]:
+def norms_of_whole_tensors(weights: list[Tensor], gradients: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """The `squared_norms` of a worker that has every tensor as a whole."""
     both = sums_of_squares([*weights, *gradients])
     return both[: len(weights)], both[len(weights) :]
-
-
-class _Entry(NamedTuple):
-    """A tensor that takes part in this step."""
-
-    weight: Tensor
-    gradient: Tensor
-    group: dict[str, Any]
 
 
 class Lars(torch.optim.Optimizer):
@@ -118,7 +111,7 @@ class Lars(torch.optim.Optimizer):
         trust_coefficient: float = 0.001,
         is_small_adapted: bool = False,
         is_small_decayed: bool = False,
-        squared_norms: SquaredNorms | None = None,
+        squared_norms: SquaredNorms = norms_of_whole_tensors,
     ) -> None:
         """Check the settings and form the groups.
 
@@ -180,14 +173,8 @@ class Lars(torch.optim.Optimizer):
                 "weight_decay": decay,
             }
 
-    @overload
-    def step(self, closure: None = None) -> None: ...
-
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
-
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Update all parameters that have a gradient.
 
         Args:
@@ -203,131 +190,111 @@ class Lars(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        entries = [
-            _Entry(weight, _dense(weight.grad), group)
-            for group in self.param_groups
-            for weight in group["params"]
-            if weight.grad is not None
-        ]
-        if self._squared_norms is not None:
-            self._update(entries, self._squared_norms)
-        else:
-            for portion in _portions(entries):
-                self._update(portion, _of_whole_tensors)
+        work = [_Work(group, self.state) for group in self.param_groups]
+        adapted = [part for part in work if part.is_adapted]
+        squares = self._squared_norms(
+            [weight for part in adapted for weight in part.weights],
+            [gradient for part in adapted for gradient in part.gradients],
+        )
+        norms = iter(zip(*(square.double().sqrt().tolist() for square in squares), strict=True))
+        for part in work:
+            part.update_(part.rates(norms))
         return loss
-
-    def _update(self, entries: list[_Entry], squared_norms: SquaredNorms) -> None:
-        rest: dict[Any, tuple[list[_Entry], list[float]]] = {}
-        for entry, rate in zip(entries, _rates(entries, squared_norms), strict=True):
-            if _is_fusible(entry, rate):
-                _fused_update_(entry, self._velocity(entry), rate)
-            else:
-                kind = (id(entry.group), entry.weight.device, entry.weight.dtype)
-                same, rates = rest.setdefault(kind, ([], []))
-                same.append(entry)
-                rates.append(rate)
-        for same, rates in rest.values():
-            _foreach_update_(same, [self._velocity(entry) for entry in same], rates)
-
-    def _velocity(self, entry: _Entry) -> Tensor | None:
-        if entry.group["momentum"] == 0:
-            return None
-        state = self.state[entry.weight]
-        if "momentum_buffer" not in state:
-            state["momentum_buffer"] = torch.zeros_like(entry.weight)
-        velocity: Tensor = state["momentum_buffer"]
-        return velocity
 
 
 # --- one step ------------------------------------------------------------------------------------
 
 
-def _rates(entries: list[_Entry], squared_norms: SquaredNorms) -> list[float]:
-    """Learning rate times trust ratio of each tensor."""
-    adapted = [entry for entry in entries if entry.group["is_adapted"]]
-    squares = squared_norms([entry.weight for entry in adapted], [entry.gradient for entry in adapted])
-    norms = iter(zip(*(square.double().sqrt().tolist() for square in squares), strict=True))
-    return [
-        _rate(entry.group, *next(norms)) if entry.group["is_adapted"] else float(entry.group["lr"])
-        for entry in entries
-    ]
+class _Work:
+    """What one group has to do in one step: its tensors that have a gradient."""
+
+    def __init__(self, group: dict[str, Any], state: dict[Tensor, Any]) -> None:
+        self.lr, self.momentum = float(group["lr"]), float(group["momentum"])
+        self.weight_decay = float(group["weight_decay"])
+        self.trust_coefficient = float(group["trust_coefficient"])
+        self.is_adapted = bool(group["is_adapted"])
+        self.weights: list[Tensor] = [weight for weight in group["params"] if weight.grad is not None]
+        self.gradients = [_dense(weight.grad) for weight in self.weights]
+        self.velocities = [_velocity(weight, state) for weight in self.weights] if self.momentum else []
+
+    def rates(self, norms: Iterator[tuple[float, float]]) -> list[float]:
+        """Learning rate times trust ratio of each tensor; takes as many norms as it needs."""
+        if not self.is_adapted:
+            return [self.lr] * len(self.weights)
+        eta, decay = self.trust_coefficient, self.weight_decay
+        return [
+            self.lr * trust_ratio(*next(norms), trust_coefficient=eta, weight_decay=decay)
+            for _ in self.weights
+        ]
+
+    def update_(self, rates: list[float]) -> None:
+        """Update each tensor in the way that is cheapest for it."""
+        rest: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+        for index, (weight, gradient, rate) in enumerate(
+            zip(self.weights, self.gradients, rates, strict=True)
+        ):
+            if _is_fusible(weight, gradient, rate):
+                self.fused_(index, rate)
+            else:
+                rest.setdefault((weight.device, weight.dtype), []).append(index)
+        for chosen in rest.values():
+            self.foreach_(chosen, [rates[index] for index in chosen])
+
+    def foreach_(self, chosen: list[int], rates: list[float]) -> None:
+        """The rule in torch's multi-tensor operations, for tensors of one device and dtype."""
+        weights = [self.weights[index] for index in chosen]
+        steps = [self.gradients[index] for index in chosen]
+        if self.weight_decay:
+            steps = list(torch._foreach_add(steps, weights, alpha=self.weight_decay))
+        steps = list(torch._foreach_mul(steps, rates))
+        if self.momentum:
+            velocities = [self.velocities[index] for index in chosen]
+            torch._foreach_mul_(velocities, self.momentum)
+            torch._foreach_add_(velocities, steps)
+            steps = velocities
+        torch._foreach_sub_(weights, steps)
+
+    def fused_(self, index: int, rate: float) -> None:
+        """The rule in one pass over memory, by torch's fused SGD.
+
+        That is v = mu * v + (1 - dampening) * (g + beta * w) and w -= lr * v: with lr 1 and dampening
+        1 - rate it is LARS. Without momentum torch leaves the dampening out.
+        """
+        torch._fused_sgd_(
+            [self.weights[index]],
+            [self.gradients[index]],
+            self.velocities[index : index + 1],
+            weight_decay=self.weight_decay,
+            momentum=self.momentum,
+            lr=1.0 if self.momentum else rate,
+            dampening=1.0 - rate,
+            nesterov=False,
+            maximize=False,
+            is_first_step=False,
+        )
 
 
-def _rate(group: dict[str, Any], weight_norm: float, gradient_norm: float) -> float:
-    ratio = trust_ratio(
-        weight_norm,
-        gradient_norm,
-        trust_coefficient=group["trust_coefficient"],
-        weight_decay=group["weight_decay"],
-    )
-    return float(group["lr"]) * ratio
+def _is_fusible(weight: Tensor, gradient: Tensor, rate: float) -> bool:
+    """On a CPU, for tensors that lie in memory from end to end: the kernel does not look at strides.
 
-
-def _foreach_update_(entries: list[_Entry], velocities: list[Tensor | None], rates: list[float]) -> None:
-    """The rule in torch's multi-tensor operations, for tensors of one group, device and dtype."""
-    group = entries[0].group
-    weights = [entry.weight for entry in entries]
-    gradients = [entry.gradient for entry in entries]
-    if group["weight_decay"]:
-        steps = torch._foreach_add(gradients, weights, alpha=group["weight_decay"])
-        torch._foreach_mul_(steps, rates)
-    else:
-        steps = torch._foreach_mul(gradients, rates)
-    if group["momentum"]:
-        moving = [velocity for velocity in velocities if velocity is not None]
-        torch._foreach_mul_(moving, group["momentum"])
-        torch._foreach_add_(moving, steps)
-        steps = moving
-    torch._foreach_sub_(weights, steps)
-
-
-def _is_fusible(entry: _Entry, rate: float) -> bool:
-    """On a CPU, where torch's fused kernel reads and writes everything once.
-
-    It takes the rate as 1 - rate, exact enough for float32 unless the rate is tiny, and goes through
-    memory from end to end, whatever the strides.
+    1 - (1 - rate) is exact enough for float32, but not for float64 or a tiny rate.
     """
-    weight, gradient, _ = entry
     return (
-        weight.device.type == "cpu"
+        weight.numel() >= _SMALLEST_FUSED
+        and weight.device.type == "cpu"
         and weight.dtype in (torch.float32, torch.bfloat16, torch.float16)
         and weight.is_contiguous()
         and gradient.is_contiguous()
-        and not rate < _SMALLEST_FUSED_RATE
+        and rate >= _SMALLEST_FUSED_RATE
     )
 
 
-def _fused_update_(entry: _Entry, velocity: Tensor | None, rate: float) -> None:
-    """The rule in one pass, by torch's fused SGD: v = mu * v + (1 - dampening) * (g + beta * w); w -= lr * v.
-
-    With lr 1 and dampening 1 - rate that is LARS; without momentum torch leaves out the dampening.
-    """
-    torch._fused_sgd_(
-        [entry.weight],
-        [entry.gradient],
-        [] if velocity is None else [velocity],
-        weight_decay=entry.group["weight_decay"],
-        momentum=entry.group["momentum"],
-        lr=rate if velocity is None else 1.0,
-        dampening=1.0 - rate,
-        nesterov=False,
-        maximize=False,
-        is_first_step=False,
-    )
-
-
-def _portions(entries: list[_Entry]) -> Iterator[list[_Entry]]:
-    """Tensors in their order, cut where a CPU's cache is full; other devices take all at once."""
-    portion: list[_Entry] = []
-    size = 0
-    for entry in entries:
-        portion.append(entry)
-        size += entry.weight.numel() if entry.weight.device.type == "cpu" else 0
-        if size >= _PORTION:
-            yield portion
-            portion, size = [], 0
-    if portion:
-        yield portion
+def _velocity(weight: Tensor, state: dict[Tensor, Any]) -> Tensor:
+    own = state[weight]
+    if "momentum_buffer" not in own:
+        own["momentum_buffer"] = torch.zeros_like(weight)
+    velocity: Tensor = own["momentum_buffer"]
+    return velocity
 
 
 # --- checks --------------------------------------------------------------------------------------

@@ -1,8 +1,8 @@
 """Let the keyboard work inside widgets: JupyterLab would take their keys for its own commands.
 
 With the focus on a drop-down list, typing `m` turns the cell into Markdown and an arrow moves to the
-next cell, both of which lose the form. JupyterLab leaves the keys alone below an element with the
-attribute `data-lm-suppress-shortcuts`, which only a script on the page can set.
+next cell, both of which lose the form. JupyterLab leaves the keys of an element alone that has the
+attribute `data-lm-suppress-shortcuts`, which only a script on the page can give it.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,8 @@ export default {{
   render({{ el }}) {{
     const mark = (tries) => {{
       const box = el.closest(".{_CLASS}");
-      if (box) box.setAttribute("data-lm-suppress-shortcuts", "true");
+      const leaveAlone = (event) => event.target.setAttribute("data-lm-suppress-shortcuts", "true");
+      if (box) box.addEventListener("focusin", leaveAlone);
       else if (tries > 0) setTimeout(() => mark(tries - 1), 100);
     }};
     mark(100);

@@ -1,0 +1,136 @@
+"""Change, cut and heal a node's link while a run goes on, and see how the links stand."""
+
+import contextlib
+import json
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from labkit.errors import ConfigError
+from labkit.launch.emulation.build import batch, run_program
+from labkit.launch.emulation.emulation import INTERFACE, Emulation
+from labkit.launch.emulation.links import check_rate, port_of, rate_text, shape_command
+
+
+@dataclass(frozen=True)
+class LinkState:
+    """How a link stands now.
+
+    Attributes:
+        node: Its node.
+        address: The node's address.
+        up_mbit: Rate towards the others, Mbit/s; None: unshaped.
+        down_mbit: Rate from the others.
+        is_cut: Nothing goes through.
+        sent_bytes: By the node since it was made, as the switch counted them.
+        received_bytes: The same, the other way.
+    """
+
+    node: str
+    address: str
+    up_mbit: float | None
+    down_mbit: float | None
+    is_cut: bool
+    sent_bytes: int
+    received_bytes: int
+
+
+def set_link(
+    emulation: Emulation, node: str, *, up_mbit: float | None, down_mbit: float | None
+) -> None:
+    """Give a link other rates, at once, also under traffic.
+
+    Args:
+        emulation: Where.
+        node: Whose link.
+        up_mbit: Rate towards the others, Mbit/s; None: as fast as it goes.
+        down_mbit: Rate from the others.
+
+    Raises:
+        ConfigError: there is no such node, or a rate can't be shaped.
+    """
+    port = port_of(emulation.links, node)
+    for name, rate in (("up_mbit", up_mbit), ("down_mbit", down_mbit)):
+        check_rate(f"{name} of node {node}", rate)
+    emulation.call(node, lambda: _shape(INTERFACE, up_mbit))
+    emulation.call(None, lambda: _shape(port, down_mbit))
+    _write_down(emulation, f"link of {node} set to {rate_text(up_mbit)} up, {rate_text(down_mbit)} down")
+
+
+def _shape(device: str, rate_mbit: float | None) -> None:
+    if rate_mbit is not None:
+        batch("tc", [shape_command(device, rate_mbit)])
+        return
+    with contextlib.suppress(ConfigError):  # it is unshaped already
+        batch("tc", [f"qdisc del dev {device} root"])
+
+
+def cut_link(emulation: Emulation, node: str) -> None:
+    """Take a node's cable out of the switch.
+
+    Raises:
+        ConfigError: there is no such node.
+    """
+    _switch_port(emulation, node, "down")
+    _write_down(emulation, f"link of {node} cut")
+
+
+def heal_link(emulation: Emulation, node: str) -> None:
+    """Put a node's cable back; its rates are as before.
+
+    Raises:
+        ConfigError: there is no such node.
+    """
+    _switch_port(emulation, node, "up")
+    _write_down(emulation, f"link of {node} healed")
+
+
+def _switch_port(emulation: Emulation, node: str, state: str) -> None:
+    port = port_of(emulation.links, node)
+    emulation.call(None, lambda: batch("ip", [f"link set {port} {state}"]))
+
+
+def _write_down(emulation: Emulation, text: str) -> None:
+    """A run's log says what was done to its links."""
+    if emulation.log is not None:
+        with contextlib.suppress(OSError), open(emulation.log, "a", encoding="utf-8") as log:
+            log.write(f"{time.strftime('%H:%M:%S')} {text}\n")
+
+
+def link_states(emulation: Emulation) -> list[LinkState]:
+    """How every link stands, as the kernel says it."""
+    ports, down = emulation.call(None, lambda: (_devices(), _rates()))
+    found = []
+    for link in emulation.links:
+        port = port_of(emulation.links, link.node)
+        device = ports[port]
+        counted = device["stats64"]
+        found.append(
+            LinkState(
+                node=link.node,
+                address=link.address,
+                up_mbit=emulation.call(link.node, _rates).get(INTERFACE),
+                down_mbit=down.get(port),
+                is_cut="UP" not in device["flags"],
+                sent_bytes=counted["rx"]["bytes"],
+                received_bytes=counted["tx"]["bytes"],
+            )
+        )
+    return found
+
+
+def cut_nodes(emulation: Emulation) -> list[str]:
+    """Nodes whose links are cut."""
+    ports = emulation.call(None, _devices)
+    names = [link.node for link in emulation.links]
+    return [name for name in names if "UP" not in ports[port_of(emulation.links, name)]["flags"]]
+
+
+def _devices() -> dict[str, dict[str, Any]]:
+    return {device["ifname"]: device for device in json.loads(run_program(["ip", "-j", "-s", "link", "show"]))}
+
+
+def _rates() -> dict[str, float]:
+    """Mbit/s of every device that is shaped."""
+    qdiscs = json.loads(run_program(["tc", "-j", "qdisc", "show"]) or "[]")
+    return {q["dev"]: q["options"]["rate"] * 8e-6 for q in qdiscs if q["kind"] == "tbf"}
