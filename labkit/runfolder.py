@@ -216,7 +216,6 @@ class RunFolder:
         """The run's key, unique within its experiment."""
         return self.path.name
 
-
     @property
     def status_file(self) -> Path:
         """State of the run, or of one node's part in it."""
@@ -389,8 +388,15 @@ def run_key(config: ExperimentConfig, code: Mapping[str, str]) -> str:
 
 def all_runs(root: Path | None = None) -> list[RunFolder]:
     """Every run under the runs folder, oldest first."""
-    found = [RunFolder(path.parent) for path in (root or runs_root()).glob("*/*/config.json")]
+    found = [_seen_from_here(path.parent) for path in (root or runs_root()).glob("*/*/config.json")]
     return sorted(found, key=lambda run: run.read_status().created_at)
+
+
+def _seen_from_here(path: Path) -> RunFolder:
+    """A run as this machine sees it: one node's part, where another machine owns the run."""
+    parts = list((path / "nodes").glob("*.json"))
+    is_part = len(parts) == 1 and not (path / "status.json").exists()
+    return RunFolder(path, node=parts[0].stem if is_part else None)
 
 
 def find_run(text: str, root: Path | None = None) -> RunFolder:
@@ -401,7 +407,7 @@ def find_run(text: str, root: Path | None = None) -> RunFolder:
     """
     path = Path(text)
     if (path / "config.json").is_file():
-        return RunFolder(path)
+        return _seen_from_here(path)
     runs = all_runs(root)
     if text == "latest" and runs:
         return runs[-1]

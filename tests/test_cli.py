@@ -19,7 +19,7 @@ from labkit.cli.output import plain_table
 from labkit.cli.reproduce import comparison
 from labkit.cli.status import age_text
 from labkit.config import ExperimentConfig, load
-from labkit.runfolder import ProcessId, RunFolder, RunState, write_atomically
+from labkit.runfolder import ProcessId, RunFolder, RunState, RunStatus, write_atomically
 from tests.made_notebooks import make_notebook, printed, read_strictly
 from tests.made_runs import MadeRun
 
@@ -304,6 +304,31 @@ def test_status_shows_the_newest_twenty_unless_asked_for_all(
         assert main(["status", "--json", *words]) == 0
         keys = [item["key"] for item in json.loads(capsys.readouterr().out)]
         assert len(keys) == expected and keys[-1] == "run21"
+
+
+def test_the_part_of_another_machines_run_is_shown_as_such(
+    runs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = MadeRun(runs).start().steps(1, 12)
+    run.close()
+    for file in (run.folder.events_file(0), run.folder.events_file(1), run.folder.status_file):
+        file.unlink()
+    part = RunFolder(run.folder.path, node="node1")
+    part.status_file.parent.mkdir()
+    part.write_status(RunStatus(state=RunState.FINISHED, created_at=time.time()))
+    assert main(["status", "latest", "--json"]) == 0
+    (shown,) = json.loads(capsys.readouterr().out)
+    assert (shown["state"], shown["step"], shown["total_steps"]) == ("finished", 12, 100)
+    assert shown["train_loss"] is None and shown["age_s"] < 60
+
+
+def test_what_workers_had_to_say_is_in_the_report(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = MadeRun(runs).start()
+    run._logs[1].write("message", text="an old checkpoint was taken")
+    run.set_state(RunState.FINISHED)
+    run.close()
+    assert main(["attach", "latest"]) == 0
+    assert capsys.readouterr().out.splitlines()[0].split("note")[1].strip() == "an old checkpoint was taken"
 
 
 def test_watching_ends_with_the_run(runs: Path) -> None:

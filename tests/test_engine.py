@@ -281,13 +281,14 @@ def test_a_loss_that_is_not_finite_is_written_as_null_and_named(tmp_path: Path) 
     assert last["nonfinite"]["train/loss"] == "nan"
 
 
-def test_the_parts_of_a_step_sum_to_the_step(tmp_path: Path) -> None:
-    config = _config("cluster=1x2")
+@pytest.mark.parametrize("strategy", ["sync=allreduce", "sync=hierarchical", "sync=parameter_server"])
+def test_the_parts_of_a_step_sum_to_the_step(tmp_path: Path, strategy: str) -> None:
+    config = _config("cluster=1x2", strategy)
     path = _folder(tmp_path / "run", config)
     run_workers(_run, 2, config, path)
     for rank in range(2):
         for event in RunFolder(path).history(rank, ("step",)):
-            parts = [event[f"{part}_s"] for part in ("data", "compute", "communicate", "wait")]
+            parts = [event[f"{part}_s"] for part in ("data", "compute", "node", "communicate", "wait")]
             assert all(part >= 0 for part in parts)
             assert sum(parts) == pytest.approx(event["step_s"], rel=0.02, abs=1e-5)
 

@@ -5,7 +5,7 @@ Every event has `t` (seconds since 1970), `kind` and `attempt`. Kinds:
     start       rank, node, local_rank, pid, host, device, world_size, num_params, total_steps,
                 start_step, local_batch_size
     step        step, samples (this worker's), step_s and its parts data_s, compute_s,
-                communicate_s, wait_s                                       every worker, every step
+                node_s (sums inside the node), communicate_s, wait_s        every worker, every step
     metrics     step, epoch, samples (trained on so far, all workers), values {name: number}
                                                                             rank 0, every step
     eval        step, epoch, samples, values {"val/loss": ..., "val/accuracy": ...}       rank 0
@@ -14,8 +14,8 @@ Every event has `t` (seconds since 1970), `kind` and `attempt`. Kinds:
     end         step                                                        the worker is done
 
 Names in `values`: train/loss, train/accuracy, val/loss, val/accuracy, optim/learning_rate,
-perf/samples_per_s, perf/step_ms, perf/compute_ms, perf/communicate_ms, perf/wait_ms, perf/data_ms (means
-over workers). A number that is not finite is written as null and named in `nonfinite`:
+perf/samples_per_s, perf/step_ms, perf/compute_ms, perf/node_ms, perf/communicate_ms, perf/wait_ms,
+perf/data_ms (means over workers). A number that is not finite is written as null and named in `nonfinite`:
 {"train/loss": "nan"}.
 """
 

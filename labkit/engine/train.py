@@ -280,12 +280,13 @@ class Trainer:
         step_s = time.perf_counter() - self._step_began_at
         slowest_s = max(totals.busy_s)
         # The slowest worker never waits; what others spend beyond waiting for it is communication.
-        wait_s = min(totals.exposed_s, slowest_s - totals.busy_s[self.comm.rank])
+        wait_s = max(0.0, min(totals.exposed_s, slowest_s - totals.busy_s[self.comm.rank]))
         parts = {
             "data": data_s,
-            "compute": max(0.0, step_s - data_s - totals.exposed_s),
-            "communicate": totals.exposed_s - wait_s,
-            "wait": wait_s,
+            "compute": max(0.0, step_s - data_s - totals.exposed_s - totals.node_busy_s),
+            "node": totals.node_busy_s + totals.node_exposed_s,
+            "communicate": max(0.0, totals.exposed_s - totals.node_exposed_s - wait_s),
+            "wait": min(wait_s, totals.exposed_s - totals.node_exposed_s),
         }
         self.log.write(
             "step",
@@ -296,7 +297,7 @@ class Trainer:
         )
         if self.comm.rank == 0:
             mean_wait_s = min(totals.exposed_s, slowest_s - sum(totals.busy_s) / len(totals.busy_s))
-            parts["compute"] += parts["wait"] - mean_wait_s
+            parts["compute"] = max(0.0, parts["compute"] + parts["wait"] - mean_wait_s)
             parts["wait"] = mean_wait_s
             self._say_metrics(totals, step_s, parts)
 

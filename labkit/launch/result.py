@@ -74,5 +74,5 @@ def _means(folder: RunFolder, rank: int) -> dict[str, float]:
     steps: list[dict[str, Any]] = folder.history(rank, ("step",))
     if not steps:
         return {}
-    parts = ("step", "compute", "communicate", "wait", "data")
-    return {p: round(1e3 * sum(event[f"{p}_s"] for event in steps) / len(steps), 4) for p in parts}
+    parts = ("step", "compute", "node", "communicate", "wait", "data")
+    return {p: round(1e3 * sum(event.get(f"{p}_s", 0.0) for event in steps) / len(steps), 4) for p in parts}

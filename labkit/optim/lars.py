@@ -93,12 +93,13 @@ class Lars(torch.optim.Optimizer):
     does), and are not changed. One that is not finite makes its own tensor not finite (NaN norm: all of
     it; infinite norm: the elements concerned); other tensors are not touched. Skip such a step.
 
-    Pieces of parameters: where each worker updates a slice of every tensor, build `Lars` over 1-D views,
-    in groups that state `is_adapted` and `weight_decay` as `param_groups` of an instance over the whole
-    parameters does, and give `squared_norms`. It is called exactly once a step, whatever the step is
-    (so it may hold a collective), with the pieces that have a gradient and whose group is adapted, in the
-    order of the groups, and returns the sums of squares of the *whole* tensors that they belong to.
-    A velocity that is in `state[piece]["momentum_buffer"]` before the first step is used in place.
+    Pieces of parameters, where each worker updates a part of every tensor: take the `param_groups` of an
+    instance over the whole parameters, replace each parameter by the worker's 1-D view of a part of it
+    (or leave it out), and build `Lars` over these groups with `squared_norms`. Since they state
+    `is_adapted` and `weight_decay`, the dimension of the whole tensor still decides. `squared_norms` is
+    called exactly once in every step, so it may hold a collective, with the pieces that have a gradient and
+    an adapted group, in their order; it returns the sums of squares of the whole tensors they belong to.
+    A velocity that lies in `state[piece]["momentum_buffer"]` before the first step is used in place.
     """
 
     def __init__(
@@ -214,7 +215,7 @@ class _Work:
         self.trust_coefficient = float(group["trust_coefficient"])
         self.is_adapted = bool(group["is_adapted"])
         self.weights: list[Tensor] = [weight for weight in group["params"] if weight.grad is not None]
-        self.gradients = [_dense(weight.grad) for weight in self.weights]
+        self.gradients = [_dense(weight.grad) for weight in self.weights if weight.grad is not None]
         self.velocities = [_velocity(weight, state) for weight in self.weights] if self.momentum else []
 
     def rates(self, norms: Iterator[tuple[float, float]]) -> list[float]:

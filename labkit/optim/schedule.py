@@ -3,6 +3,28 @@
 import math
 
 from labkit.config import ScheduleConfig
+from labkit.errors import ConfigError
+
+
+def scaled_learning_rate(base: float, base_batch: int, global_batch: int) -> float:
+    """The linear scaling rule: the rate grows with the global batch, whatever the number of workers.
+
+    k batches of `base_batch` samples move the weights about as far as one of k times as many at k times
+    the rate, as long as the gradient changes little meanwhile; hence the warm-up that belongs to it
+    (Goyal et al., Accurate, Large Minibatch SGD, 2017, https://arxiv.org/abs/1706.02677).
+
+    Args:
+        base: Learning rate that is good at `base_batch`.
+        base_batch: Samples per update it was found with, at least 1.
+        global_batch: Samples per update it is wanted for, at least 1.
+
+    Raises:
+        ConfigError: a batch is smaller than 1.
+    """
+    for name, size in (("base_batch", base_batch), ("global_batch", global_batch)):
+        if size < 1:
+            raise ConfigError(f"{name} must be at least 1, got {size}. Give the samples per update.")
+    return base * global_batch / base_batch
 
 
 def learning_rate_at(schedule: ScheduleConfig, peak: float, step: int, total_steps: int) -> float:

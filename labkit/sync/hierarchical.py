@@ -11,7 +11,7 @@ lower bound for N nodes (Patarasuk and Yuan, 2009).
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -123,6 +123,7 @@ class Hierarchical:
             self._spans, self._rows[self._topology.local_rank], self._reducer.fill
         )
         self._running = RunningStatistics(model, comm)
+        self._node_s = self._reducer.node_s
 
     # --- set-up ------------------------------------------------------------------------------------------
 
@@ -199,6 +200,11 @@ class Hierarchical:
         arena = Arena(self._node, 2 * Counters.bytes_for(len(names)))
         return Counters(arena, self._node, names, 60.0), Counters(arena, self._node, names, 60.0)
 
+    @property
+    def reducer(self) -> NodeReducer:
+        """The two-level sum, for benchmarks."""
+        return self._reducer
+
     # --- a step --------------------------------------------------------------------------------------------
 
     def begin_step(self, num_samples: int, num_micro_steps: int, *, is_stop_wanted: bool = False) -> None:
@@ -212,11 +218,16 @@ class Hierarchical:
 
     def end_step(self, learning_rate: float) -> StepTotals:
         self._gradients.finish()
+        busy_node_s = self._reducer.node_s - self._node_s
         self._record.fill(self._rows[self._topology.local_rank, self._num_parameters :])
         self._reducer.fill(self._reducer.num_elements)
         self._reducer.finish()
         extra = self._rows[0, self._num_parameters :]
-        totals = self._record.totals(extra)
+        spent_s = self._reducer.node_s - self._node_s
+        self._node_s += spent_s
+        totals = replace(
+            self._record.totals(extra), node_busy_s=busy_node_s, node_exposed_s=spent_s - busy_node_s
+        )
         self._slice.divide_(float(extra[0]))
         self._slice.step(learning_rate, self._clip_norm)
         self._num_updated += 1

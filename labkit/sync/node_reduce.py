@@ -4,6 +4,7 @@ Each worker leaves its gradient in its own row of a shared block. The sender of 
 that chunk while the chunks before it are on the wire, so that between nodes only the wire takes time.
 """
 
+import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -74,6 +75,7 @@ class NodeReducer:
         self._done = done
         self._wire = wire
         self._errors = [self._error_buffer(chunk) for chunk in self._mine]
+        self.node_s = 0.0  # spent adding up rows, over all rounds
         self._round = 0
         self._next = 0
         self._num_done = 0
@@ -112,11 +114,13 @@ class NodeReducer:
             self._arrive()
 
     def _send(self, index: int, chunk: Chunk) -> None:
+        began_at = time.perf_counter()
         total = self._rows[0, chunk.start : chunk.end]
         for start in range(0, len(total), _TILE):
             tile = total[start : start + _TILE]
             for row in self._rows[1:]:
                 tile.add_(row[chunk.start + start : chunk.start + start + len(tile)])
+        self.node_s += time.perf_counter() - began_at
         communicator = self._senders[chunk.sender]
         assert communicator is not None
         packed = self._compress(index, total) if self._is_compressed(chunk) else None

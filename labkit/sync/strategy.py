@@ -19,6 +19,8 @@ class StepTotals:
         busy_s: Seconds that each worker worked before it waited for others; shape (W,).
         exposed_s: Seconds that this worker spent synchronising after its own work was done.
         is_stop_wanted: A worker wants all of them to stop after this step.
+        node_busy_s: Part of this worker's busy time that went into summing over its node's workers.
+        node_exposed_s: The same part of `exposed_s`.
     """
 
     num_samples: int
@@ -27,6 +29,8 @@ class StepTotals:
     busy_s: tuple[float, ...]
     exposed_s: float
     is_stop_wanted: bool
+    node_busy_s: float = 0.0
+    node_exposed_s: float = 0.0
 
 
 class Strategy(Protocol):

@@ -1,6 +1,33 @@
 """Emulated clusters: nodes as network namespaces of this machine, joined by links of given rates."""
 
 from labkit.launch.emulation.build import build, check
+from labkit.launch.emulation.control import (
+    LinkState,
+    cut_link,
+    cut_nodes,
+    heal_link,
+    link_states,
+    set_link,
+)
 from labkit.launch.emulation.emulation import Emulation
+from labkit.launch.emulation.network import Loopback, Network
+from labkit.launch.emulation.traffic import Calibration, LinkBytes, calibrate, link_bytes, own_bytes
 
-__all__ = ["Emulation", "build", "check"]
+__all__ = [
+    "Calibration",
+    "Emulation",
+    "LinkBytes",
+    "LinkState",
+    "Loopback",
+    "Network",
+    "build",
+    "calibrate",
+    "check",
+    "cut_link",
+    "cut_nodes",
+    "heal_link",
+    "link_bytes",
+    "link_states",
+    "own_bytes",
+    "set_link",
+]

@@ -15,11 +15,12 @@ from pathlib import Path
 from labkit.config import ClusterConfig
 from labkit.errors import ConfigError
 from labkit.launch.emulation import kernel
-from labkit.launch.emulation.emulation import INTERFACE, Emulation, NodeSpaces
+from labkit.launch.emulation.emulation import INTERFACE, Emulation, Spaces
 from labkit.launch.emulation.links import PREFIX_BITS, SWITCH_ADDRESS, Link, links_of, shape_command
 
 _CONGESTION = "reno"  # in every kernel, settable in every namespace, and with the least spread
 _SYSTEM_PATHS = ("/usr/sbin", "/sbin", "/usr/local/sbin")  # a plain user's PATH often lacks them
+_SWITCH_NAME = "labkit-switch"
 _LOOPBACK = "or run on loopback, where links are not shaped: launch.is_emulated=false"
 
 
@@ -74,42 +75,50 @@ def _program(name: str) -> str:
 
 
 def _make_namespaces(links: Sequence[Link]) -> Emulation:
-    user, switch, congestion = _make_switch()
-    emulation = Emulation(links, user, switch, {}, congestion)
     hosts = _hosts_text(links)
-    kinds = [kernel.NEW_NETWORK, kernel.NEW_HOST_NAME, kernel.NEW_MOUNTS]
+    user, switch, congestion = _make_switch(hosts)
+    emulation = Emulation(links, user, switch, {}, congestion)
     try:
         for link in links:
-
-            def furnish(name: str = link.node) -> None:
-                _furnish(name, hosts)
-
-            fds, _ = kernel.new_namespaces(user, kinds, furnish)
-            emulation.nodes[link.node] = NodeSpaces(*fds)
-    except OSError as error:
+            emulation.nodes[link.node], _ = _make_host(user, link.node, hosts)
+    except ConfigError:
         emulation.close()
-        raise _refused(error) from None
+        raise
     return emulation
 
 
-def _make_switch() -> tuple[int | None, int, str]:
-    """The first namespace shows by which right the others can be made: as root, or in a user namespace."""
+def _make_switch(hosts: str) -> tuple[int | None, Spaces, str]:
+    """The first host shows by which right the others can be made: as root, or in a user namespace."""
     try:
-        (switch,), congestion = kernel.new_namespaces(None, [kernel.NEW_NETWORK], _tune_tcp)
-        return None, switch, congestion
-    except OSError as error:
-        if error.errno != errno.EPERM:
-            raise _refused(error) from None
+        return None, *_make_host(None, _SWITCH_NAME, hosts)
+    except _NotAllowed:
+        user = _make_user_namespace()
     try:
-        user = kernel.new_user_namespace()
-    except OSError as error:
-        raise _refused(error) from None
-    try:
-        (switch,), congestion = kernel.new_namespaces(user, [kernel.NEW_NETWORK], _tune_tcp)
-    except OSError as error:
+        return user, *_make_host(user, _SWITCH_NAME, hosts)
+    except ConfigError:
         os.close(user)
+        raise
+
+
+def _make_user_namespace() -> int:
+    try:
+        return kernel.new_user_namespace()
+    except OSError as error:
         raise _refused(error) from None
-    return user, switch, congestion
+
+
+def _make_host(user: int | None, name: str, hosts: str) -> tuple[Spaces, str]:
+    """A node or the switch, without cables. Returns its TCP congestion control too."""
+    kinds = [kernel.NEW_NETWORK, kernel.NEW_MOUNTS, kernel.NEW_HOST_NAME]
+    try:
+        fds, congestion = kernel.new_namespaces(user, kinds, lambda: _furnish(name, hosts))
+    except OSError as error:
+        raise _refused(error) from None
+    return Spaces(*fds), congestion
+
+
+class _NotAllowed(ConfigError):
+    """The right to make namespaces is missing."""
 
 
 def _refused(error: OSError) -> ConfigError:
@@ -117,7 +126,8 @@ def _refused(error: OSError) -> ConfigError:
         return ConfigError(
             f"cluster.nodes must need fewer open files than allowed, got {error.strerror}. Raise `ulimit -n`."
         )
-    return ConfigError(
+    kind = _NotAllowed if error.errno == errno.EPERM else ConfigError
+    return kind(
         f"launch.is_emulated must be allowed to make network namespaces, got: {error.strerror or error}. Run "
         "as root, allow user namespaces (sysctl user.max_user_namespaces, kernel.unprivileged_userns_clone, "
         f"kernel.apparmor_restrict_unprivileged_userns; a container needs --privileged), {_LOOPBACK}."
@@ -140,9 +150,12 @@ def _tune_tcp() -> str:
     return control.read_text().strip()
 
 
-def _furnish(name: str, hosts: str) -> None:
-    """Called inside a node's new namespaces: its name, its hosts file, and a /dev/shm of its own."""
-    _tune_tcp()
+def _furnish(name: str, hosts: str) -> str:
+    """Called inside a host's new namespaces: its name, its hosts file, and a /dev/shm of its own.
+
+    Returns:
+        Its TCP congestion control.
+    """
     socket.sethostname(name)
     kernel.keep_mounts_to_ourselves()
     kernel.mount_memory("/dev/shm")  # as on machines of their own: nothing is shared between nodes
@@ -150,11 +163,14 @@ def _furnish(name: str, hosts: str) -> None:
     file.write_text(hosts)
     kernel.bind_file(str(file), "/etc/hosts")
     file.unlink()
+    return _tune_tcp()
 
 
 def _hosts_text(links: Sequence[Link]) -> str:
-    lines = ["127.0.0.1 localhost", f"{SWITCH_ADDRESS} labkit-switch"]
-    return "\n".join([*lines, *(f"{link.address} {link.node}" for link in links)]) + "\n"
+    hosts = [(SWITCH_ADDRESS, _SWITCH_NAME), *((link.address, link.node) for link in links)]
+    lines = ["127.0.0.1 localhost", *(f"{address} {name}" for address, name in hosts)]
+    # torch looks an address up as the IPv6 one that stands for it, and warns each time it finds no name.
+    return "\n".join([*lines, *(f"::ffff:{address} {name}.ipv4" for address, name in hosts)]) + "\n"
 
 
 def _wire(emulation: Emulation) -> None:

@@ -16,16 +16,16 @@ INTERFACE = "eth0"
 
 
 @dataclass(frozen=True)
-class NodeSpaces:
-    """Descriptors of one node's namespaces: network, host name, mounts."""
+class Spaces:
+    """Descriptors of the namespaces of a node or of the switch."""
 
     network: int
-    host_name: int
     mounts: int
+    host_name: int
 
     def as_list(self) -> list[int]:
-        """In the order in which they are entered."""
-        return [self.network, self.host_name, self.mounts]
+        """All of them."""
+        return [self.network, self.mounts, self.host_name]
 
 
 class Emulation:
@@ -37,8 +37,8 @@ class Emulation:
         self,
         links: Sequence[Link],
         user: int | None,
-        switch: int,
-        nodes: Mapping[str, NodeSpaces],
+        switch: Spaces,
+        nodes: Mapping[str, Spaces],
         congestion: str,
         *,
         name: str | None = None,
@@ -49,7 +49,7 @@ class Emulation:
         Args:
             links: One per node, in order.
             user: Descriptor of the user namespace that owns all others; None: root made them.
-            switch: Descriptor of the switch's network namespace.
+            switch: Descriptors of the switch.
             nodes: Descriptors by node.
             congestion: TCP congestion control of the nodes.
             name: Of the standing cluster that this is.
@@ -62,6 +62,7 @@ class Emulation:
         self.congestion = congestion
         self.name = name
         self.log = log
+        self._is_closed = False
 
     def __enter__(self) -> "Emulation":
         return self
@@ -75,12 +76,13 @@ class Emulation:
         """Let go. Safe to call twice."""
         for fd in self.fds():
             os.close(fd)
-        self.user, self.switch, self.nodes = None, -1, {}
+        self._is_closed = True
 
     def fds(self) -> list[int]:
         """Every descriptor held."""
-        found = [fd for node in self.nodes.values() for fd in node.as_list()]
-        found += [self.switch] if self.switch >= 0 else []
+        if self._is_closed:
+            return []
+        found = [fd for spaces in (self.switch, *self.nodes.values()) for fd in spaces.as_list()]
         return found + ([self.user] if self.user is not None else [])
 
     def join(self) -> None:
@@ -103,7 +105,7 @@ class Emulation:
 
     def at_switch(self, function: Callable[[], T]) -> T:
         """Run a function in this process, which has joined, as one that sees all nodes: it may listen there."""
-        return kernel.in_thread(function, self.switch)
+        return kernel.in_thread(function, [self.switch.network, self.switch.mounts])
 
     def call(self, node: str | None, function: Callable[[], T]) -> T:
         """Run a function in a child process on a node, or at the switch (None).
@@ -118,10 +120,8 @@ class Emulation:
         return kernel.in_child(function, self._way_to(node))
 
     def _way_to(self, node: str | None) -> list[int]:
-        first = [self.user] if self.user is not None else []
-        if node is None:
-            return [*first, self.switch]
-        return [*first, *self.nodes[link_of(self.links, node).node].as_list()]
+        spaces = self.switch if node is None else self.nodes[link_of(self.links, node).node]
+        return [*([self.user] if self.user is not None else []), *spaces.as_list()]
 
     def __str__(self) -> str:
         right = "root" if self.user is None else "user namespace"

@@ -19,6 +19,7 @@ from labkit.errors import LabkitError
 
 # From <sched.h> and <sys/mount.h>; Python names them only from 3.12 on.
 NEW_MOUNTS, NEW_HOST_NAME, NEW_USER, NEW_NETWORK = 0x00020000, 0x04000000, 0x10000000, 0x40000000
+_OWN_FOLDERS = 0x00000200
 _BIND, _RECURSIVE, _SLAVE = 0x1000, 0x4000, 0x80000
 _FILES = {NEW_USER: "user", NEW_NETWORK: "net", NEW_HOST_NAME: "uts", NEW_MOUNTS: "mnt"}
 
@@ -42,7 +43,7 @@ def unshare(kinds: int) -> None:
 
 
 def enter(namespaces: Sequence[int]) -> None:
-    """Move this thread (for a user or mount namespace: this process, which must have no other thread).
+    """Move this thread; into a user namespace only a process without other threads may go.
 
     Args:
         namespaces: Descriptors, the user namespace first. That of this process is passed over.
@@ -180,22 +181,23 @@ def _pickled_error(error: BaseException) -> bytes:
         return pickle.dumps((False, LabkitError(f"{type(error).__name__}: {error}")))
 
 
-def in_thread(function: Callable[[], T], namespace: int) -> T:
-    """Run a function in a thread that is in another network namespace, and hand back what it gives.
+def in_thread(function: Callable[[], T], namespaces: Sequence[int]) -> T:
+    """Run a function in a thread that is in other namespaces, and hand back what it gives.
 
     What it opens stays usable everywhere: a socket belongs to the namespace in which it was made. The
     thread ends with the function, so nothing has to find its way back, which without root would be refused.
 
     Args:
         function: Called once.
-        namespace: Network namespace, owned by this process's user namespace.
+        namespaces: Network and mount namespaces, owned by this process's user namespace.
     """
     answers: list[T] = []
     errors: list[BaseException] = []
 
     def work() -> None:
         try:
-            enter([namespace])
+            unshare(_OWN_FOLDERS)  # a thread with a root folder of its own may enter a mount namespace
+            enter(namespaces)
             answers.append(function())
         except BaseException as error:
             errors.append(error)

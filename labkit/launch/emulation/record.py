@@ -1,13 +1,12 @@
 """Tell others where an emulation is: descriptors of the process that holds it, as a small file."""
 
 import os
-from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
 from labkit.errors import ConfigError
-from labkit.launch.emulation.emulation import Emulation, NodeSpaces
+from labkit.launch.emulation.emulation import Emulation, Spaces
 from labkit.launch.emulation.links import Link
 from labkit.runfolder import ProcessId
 
@@ -16,16 +15,22 @@ class _Record(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore")
 
 
+class SpacesRecord(_Record):
+    """The holder's descriptors of the namespaces of a node or of the switch."""
+
+    network: int
+    mounts: int
+    host_name: int
+
+
 class NodeRecord(_Record):
-    """One node: its link as it was built, and the holder's descriptors of its namespaces."""
+    """One node: its link as it was built, and its namespaces."""
 
     name: str
     address: str
     up_mbit: float | None
     down_mbit: float | None
-    network: int
-    host_name: int
-    mounts: int
+    spaces: SpacesRecord
 
 
 class EmulationRecord(_Record):
@@ -36,7 +41,7 @@ class EmulationRecord(_Record):
         name: Of the standing cluster; None: it belongs to one run.
         congestion: TCP congestion control.
         user: Descriptor of the user namespace; None: root made it.
-        switch: Descriptor of the switch's network namespace.
+        switch: Namespaces of the switch.
         nodes: In order.
     """
 
@@ -44,34 +49,33 @@ class EmulationRecord(_Record):
     name: str | None
     congestion: str
     user: int | None
-    switch: int
+    switch: SpacesRecord
     nodes: tuple[NodeRecord, ...]
 
 
 def record_of(emulation: Emulation) -> EmulationRecord:
     """Describe an emulation that this process holds."""
-    nodes = []
-    for link in emulation.links:
-        spaces = emulation.nodes[link.node]
-        nodes.append(
-            NodeRecord(
-                name=link.node,
-                address=link.address,
-                up_mbit=link.up_mbit,
-                down_mbit=link.down_mbit,
-                network=spaces.network,
-                host_name=spaces.host_name,
-                mounts=spaces.mounts,
-            )
-        )
     return EmulationRecord(
         holder=ProcessId.current(),
         name=emulation.name,
         congestion=emulation.congestion,
         user=emulation.user,
-        switch=emulation.switch,
-        nodes=tuple(nodes),
+        switch=_spaces_record(emulation.switch),
+        nodes=tuple(
+            NodeRecord(
+                name=link.node,
+                address=link.address,
+                up_mbit=link.up_mbit,
+                down_mbit=link.down_mbit,
+                spaces=_spaces_record(emulation.nodes[link.node]),
+            )
+            for link in emulation.links
+        ),
     )
+
+
+def _spaces_record(spaces: Spaces) -> SpacesRecord:
+    return SpacesRecord(network=spaces.network, mounts=spaces.mounts, host_name=spaces.host_name)
 
 
 def open_record(record: EmulationRecord, *, log: Path | None = None) -> Emulation:
@@ -90,36 +94,31 @@ def open_record(record: EmulationRecord, *, log: Path | None = None) -> Emulatio
             f"{record.holder.host}, which has ended or is elsewhere. Start it again."
         )
     opened: list[int] = []
-
-    def take(fd: int) -> int:
-        opened.append(os.open(f"/proc/{record.holder.pid}/fd/{fd}", os.O_RDONLY))
-        return opened[-1]
-
     try:
-        return _open(record, take, log)
+        return _open(record, opened, log)
     except OSError as error:
-        _close_all(opened)
+        for fd in opened:
+            os.close(fd)
         raise ConfigError(
             f"emulation must belong to you, got process {record.holder.pid}: {error.strerror}. "
             "Use the account that started it."
         ) from None
 
 
-def _open(record: EmulationRecord, take: Callable[[int], int], log: Path | None) -> Emulation:
+def _open(record: EmulationRecord, opened: list[int], log: Path | None) -> Emulation:
+    def take(fd: int) -> int:
+        opened.append(os.open(f"/proc/{record.holder.pid}/fd/{fd}", os.O_RDONLY))
+        return opened[-1]
+
+    def take_all(spaces: SpacesRecord) -> Spaces:
+        return Spaces(take(spaces.network), take(spaces.mounts), take(spaces.host_name))
+
     return Emulation(
         [Link(node.name, node.address, node.up_mbit, node.down_mbit) for node in record.nodes],
         None if record.user is None else take(record.user),
-        take(record.switch),
-        {
-            node.name: NodeSpaces(take(node.network), take(node.host_name), take(node.mounts))
-            for node in record.nodes
-        },
+        take_all(record.switch),
+        {node.name: take_all(node.spaces) for node in record.nodes},
         record.congestion,
         name=record.name,
         log=log,
     )
-
-
-def _close_all(fds: Sequence[int]) -> None:
-    for fd in fds:
-        os.close(fd)
