@@ -1,14 +1,7 @@
 """Emulated clusters: nodes as network namespaces of this machine, joined by links of given rates."""
 
 from labkit.launch.emulation.build import build, check
-from labkit.launch.emulation.control import (
-    LinkState,
-    cut_link,
-    cut_nodes,
-    heal_link,
-    link_states,
-    set_link,
-)
+from labkit.launch.emulation.control import LinkState, cut_link, heal_link, link_states, set_link
 from labkit.launch.emulation.emulation import Emulation
 from labkit.launch.emulation.network import Loopback, Network
 from labkit.launch.emulation.traffic import Calibration, LinkBytes, calibrate, link_bytes, own_bytes
@@ -24,7 +17,6 @@ __all__ = [
     "calibrate",
     "check",
     "cut_link",
-    "cut_nodes",
     "heal_link",
     "link_bytes",
     "link_states",

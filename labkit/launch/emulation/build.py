@@ -6,9 +6,7 @@ switch's. Rates are exact to a few per cent up to what the machine's cores can p
 
 import errno
 import os
-import shutil
 import socket
-import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,11 +15,10 @@ from labkit.errors import ConfigError
 from labkit.launch.emulation import kernel
 from labkit.launch.emulation.emulation import INTERFACE, Emulation, Spaces
 from labkit.launch.emulation.links import PREFIX_BITS, SWITCH_ADDRESS, Link, links_of, shape_command
+from labkit.launch.emulation.tools import OR_LOOPBACK, batch, find_program
 
 _CONGESTION = "reno"  # in every kernel, settable in every namespace, and with the least spread
-_SYSTEM_PATHS = ("/usr/sbin", "/sbin", "/usr/local/sbin")  # a plain user's PATH often lacks them
 _SWITCH_NAME = "labkit-switch"
-_LOOPBACK = "or run on loopback, where links are not shaped: launch.is_emulated=false"
 
 
 def build(cluster: ClusterConfig) -> Emulation:
@@ -59,19 +56,9 @@ def check_system() -> None:
         ConfigError: naming what is missing.
     """
     if not kernel.is_linux():
-        raise ConfigError(f"launch.is_emulated must be false except on Linux. Use Linux, {_LOOPBACK}.")
+        raise ConfigError(f"launch.is_emulated must be false except on Linux. Use Linux, {OR_LOOPBACK}.")
     for program in ("ip", "tc"):
-        _program(program)
-
-
-def _program(name: str) -> str:
-    path = shutil.which(name, path=os.pathsep.join([os.environ.get("PATH", ""), *_SYSTEM_PATHS]))
-    if path is None:
-        raise ConfigError(
-            f"launch.is_emulated must find the program `{name}`, got none. Install iproute2 (Debian and "
-            f"Ubuntu: apt install iproute2), {_LOOPBACK}."
-        )
-    return path
+        find_program(program)
 
 
 def _make_namespaces(links: Sequence[Link]) -> Emulation:
@@ -130,7 +117,7 @@ def _refused(error: OSError) -> ConfigError:
     return kind(
         f"launch.is_emulated must be allowed to make network namespaces, got: {error.strerror or error}. Run "
         "as root, allow user namespaces (sysctl user.max_user_namespaces, kernel.unprivileged_userns_clone, "
-        f"kernel.apparmor_restrict_unprivileged_userns; a container needs --privileged), {_LOOPBACK}."
+        f"kernel.apparmor_restrict_unprivileged_userns; a container needs --privileged), {OR_LOOPBACK}."
     )
 
 
@@ -210,37 +197,3 @@ def _wire_switch(links: Sequence[Link], node_networks: Sequence[int]) -> None:
         "tc",
         [shape_command(f"p{i}", link.down_mbit) for i, link in enumerate(links) if link.down_mbit is not None],
     )
-
-
-def batch(program: str, lines: Sequence[str], pass_fds: Sequence[int] = ()) -> None:
-    """Run lines of `ip` or `tc` in the network namespace of this thread.
-
-    Raises:
-        ConfigError: the program refuses one.
-    """
-    if lines:
-        run_program([program, "-batch", "-"], "\n".join(lines) + "\n", pass_fds)
-
-
-def run_program(command: Sequence[str], text: str = "", pass_fds: Sequence[int] = ()) -> str:
-    """Run `ip` or `tc` in the network namespace of this thread and return what it prints.
-
-    Raises:
-        ConfigError: it refuses.
-    """
-    done = subprocess.run(
-        [_program(command[0]), *command[1:]],
-        input=text,
-        capture_output=True,
-        text=True,
-        pass_fds=pass_fds,
-        timeout=30,
-        check=False,
-    )
-    if done.returncode:
-        reason = next(iter(done.stderr.strip().splitlines()), f"exit code {done.returncode}")
-        raise ConfigError(
-            f"links must be ones that `{command[0]}` accepts, got: {reason}. Correct the cluster file, "
-            f"{_LOOPBACK}."
-        )
-    return done.stdout

@@ -1,15 +1,13 @@
 """Change, cut and heal a node's link while a run goes on, and see how the links stand."""
 
 import contextlib
-import json
 import time
 from dataclasses import dataclass
-from typing import Any
 
 from labkit.errors import ConfigError
-from labkit.launch.emulation.build import batch, run_program
 from labkit.launch.emulation.emulation import INTERFACE, Emulation
 from labkit.launch.emulation.links import check_rate, port_of, rate_text, shape_command
+from labkit.launch.emulation.tools import batch, devices, is_down, rates
 
 
 @dataclass(frozen=True)
@@ -99,7 +97,7 @@ def _write_down(emulation: Emulation, text: str) -> None:
 
 def link_states(emulation: Emulation) -> list[LinkState]:
     """How every link stands, as the kernel says it."""
-    ports, down = emulation.call(None, lambda: (_devices(), _rates()))
+    ports, down = emulation.call(None, lambda: (devices(), rates()))
     found = []
     for link in emulation.links:
         port = port_of(emulation.links, link.node)
@@ -109,28 +107,11 @@ def link_states(emulation: Emulation) -> list[LinkState]:
             LinkState(
                 node=link.node,
                 address=link.address,
-                up_mbit=emulation.call(link.node, _rates).get(INTERFACE),
+                up_mbit=emulation.call(link.node, rates).get(INTERFACE),
                 down_mbit=down.get(port),
-                is_cut="UP" not in device["flags"],
+                is_cut=is_down(device),
                 sent_bytes=counted["rx"]["bytes"],
                 received_bytes=counted["tx"]["bytes"],
             )
         )
     return found
-
-
-def cut_nodes(emulation: Emulation) -> list[str]:
-    """Nodes whose links are cut."""
-    ports = emulation.call(None, _devices)
-    names = [link.node for link in emulation.links]
-    return [name for name in names if "UP" not in ports[port_of(emulation.links, name)]["flags"]]
-
-
-def _devices() -> dict[str, dict[str, Any]]:
-    return {device["ifname"]: device for device in json.loads(run_program(["ip", "-j", "-s", "link", "show"]))}
-
-
-def _rates() -> dict[str, float]:
-    """Mbit/s of every device that is shaped."""
-    qdiscs = json.loads(run_program(["tc", "-j", "qdisc", "show"]) or "[]")
-    return {q["dev"]: q["options"]["rate"] * 8e-6 for q in qdiscs if q["kind"] == "tbf"}

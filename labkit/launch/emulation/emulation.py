@@ -8,7 +8,8 @@ from types import TracebackType
 from typing import TypeVar
 
 from labkit.launch.emulation import kernel
-from labkit.launch.emulation.links import SWITCH_ADDRESS, Link, describe, link_of
+from labkit.launch.emulation.links import SWITCH_ADDRESS, Link, describe, link_of, port_of
+from labkit.launch.emulation.tools import devices, is_down
 
 T = TypeVar("T")
 
@@ -118,6 +119,15 @@ class Emulation:
             ConfigError: there is no such node.
         """
         return kernel.in_child(function, self._way_to(node))
+
+    def cut_nodes(self) -> list[str]:
+        """Nodes whose links are cut now."""
+        ports = self.call(None, devices)
+        return [link.node for link in self.links if is_down(ports[port_of(self.links, link.node)])]
+
+    def remark(self) -> str:
+        """What whoever reads the run's figures must know of the network."""
+        return str(self)
 
     def _way_to(self, node: str | None) -> list[int]:
         spaces = self.switch if node is None else self.nodes[link_of(self.links, node).node]

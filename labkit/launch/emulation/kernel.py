@@ -109,6 +109,8 @@ def new_namespaces(
     with ours, theirs:
         result = in_child(lambda: make(theirs))
         _, fds, _, _ = socket.recv_fds(ours, 1, len(kinds))
+    for fd in fds:
+        os.set_inheritable(fd, False)
     return fds, result
 
 

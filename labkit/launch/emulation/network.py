@@ -25,11 +25,27 @@ class Network(Protocol):
         """Run a function where it may listen at `store_host`."""
         ...
 
+    def cut_nodes(self) -> list[str]:
+        """Nodes whose links are cut now."""
+        ...
+
+    def remark(self) -> str:
+        """What whoever reads the run's figures must know of the network; "" for nothing."""
+        ...
+
 
 class Loopback:
     """All nodes share this machine's loopback interface, which nothing shapes."""
 
     store_host = "127.0.0.1"
+
+    def __init__(self, *, is_shape_wanted: bool = False) -> None:
+        """Loopback.
+
+        Args:
+            is_shape_wanted: The cluster file gives rates, which loopback can't keep.
+        """
+        self._is_shape_wanted = is_shape_wanted
 
     def join(self) -> None:
         return None
@@ -40,5 +56,10 @@ class Loopback:
     def at_switch(self, function: Callable[[], T]) -> T:
         return function()
 
-    def __str__(self) -> str:
-        return "loopback"
+    def cut_nodes(self) -> list[str]:
+        return []
+
+    def remark(self) -> str:
+        if not self._is_shape_wanted:
+            return ""
+        return "links are not shaped: all nodes share loopback. --emulate gives them the cluster file's rates"
