@@ -5,6 +5,7 @@ runs/<experiment>/<run key>/
   code/           the user's own modules (notebook cells)         written by the launcher
   env.json        versions, machine, git commit, command          written by the launcher
   status.json     state machine, owner, error                     written by the supervisor alone
+  emulation.json  where the namespaces of an emulated cluster are  written by the supervisor
   tracking.json   MLflow run id and how far each file was sent    written by the tracker alone
   events/rankNNNN.jsonl   one JSON object a line                  written by each worker
   alive/rankNNNN          touched once a second                   written by each worker
@@ -192,6 +193,7 @@ class RunFolder:
         self.config_file = self.path / "config.json"
         self.code_dir = self.path / "code"
         self.env_file = self.path / "env.json"
+        self.emulation_file = self.path / "emulation.json"
         self.tracking_file = self.path / "tracking.json"
         self.result_file = self.path / "result.json"
         self.verdict_file = self.path / "verdict.json"
@@ -378,10 +380,13 @@ def run_key(config: ExperimentConfig, code: Mapping[str, str]) -> str:
     """The name of a run by its content: 10 hex digits over what can change its result.
 
     Args:
-        config: The experiment. Its `launch` section and `name` do not count.
+        config: The experiment. Its `launch` section and `name` do not count, but for `is_emulated`: on links
+            of given rates a run takes another time.
         code: Digest of each source file that takes part, by a name without machine paths.
     """
     identity = config.model_dump(mode="json", exclude={"launch", "name"})
+    if config.launch.is_emulated:
+        identity["is_emulated"] = True
     text = canonical_json({"config": identity, "code": dict(code)})
     return hashlib.sha256(text.encode()).hexdigest()[:10]
 

@@ -52,10 +52,6 @@ class Tab:
     page: Any
     errors: list[str]
 
-    def close(self) -> None:
-        """Nothing that a script threw has gone unseen."""
-        assert self.errors == []
-
 
 @pytest.fixture
 def tab() -> Iterator[Tab]:
@@ -68,7 +64,8 @@ def tab() -> Iterator[Tab]:
         page.on("pageerror", lambda error: errors.append(str(error)))
         yield Tab(page, errors)
         browser.close()
-    assert errors == [], "a script on the page raised"
+    # On a busy machine anywidget says this of models that it has not loaded within two seconds.
+    assert [error for error in errors if "Failed to initialize model" not in error] == []
 
 
 @dataclass(frozen=True)
@@ -352,6 +349,22 @@ def test_the_view_comes_back_after_a_kernel_restart_with_the_truth(lab: Lab, tab
     page.wait_for_selector(".js-plotly-plot .main-svg", timeout=RENDER_MS)
     assert _wait_for_steps(page, min(done, 1900) - 1)[-1] == run.history(0)[-1]["step"]
     assert "killed" in _status(page)
+
+
+def test_the_figure_moves_also_where_anywidget_has_given_the_model_up(lab: Lab, tab: Tab) -> None:
+    """It does so after two seconds, which a busy machine needs for less; here it does so at once."""
+    page = tab.page
+    made = MadeRun(lab.runs, total_steps=30).start().steps(1, 20)
+    lab.write("busy.ipynb", "import labkit\nlabkit.show('latest')")
+    lab.open(tab, "busy.ipynb")
+    page.evaluate("const real = AbortSignal.timeout; AbortSignal.timeout = () => real.call(AbortSignal, 0)")
+    _run_all(page)
+    assert _wait_for_steps(page, 0, 90) == list(range(1, 21))
+    made.steps(21, 30)
+    assert _wait_for_steps(page, 20)[-1] == 30
+    made.set_state(RunState.FINISHED)
+    _wait_for_status(page, "finished")
+    assert any("Failed to initialize model" in error for error in tab.errors), "the trap is still there"
 
 
 @pytest.mark.slow

@@ -6,8 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from labkit.config import AdamWConfig, ScheduleConfig, SgdConfig
+from labkit.errors import ConfigError
 from labkit.optim.build import build_optimizer
-from labkit.optim.schedule import learning_rate_at
+from labkit.optim.schedule import learning_rate_at, scaled_learning_rate
 
 
 def _rates(total: int, **settings: object) -> list[float]:
@@ -59,3 +60,17 @@ def test_optimizers_are_torchs_own_with_the_given_settings() -> None:
     adamw = build_optimizer(AdamWConfig(beta1=0.8, epsilon=1e-5), [weight])
     assert isinstance(adamw, torch.optim.AdamW)
     assert adamw.defaults["betas"] == (0.8, 0.999) and adamw.defaults["eps"] == 1e-5
+
+
+def test_the_rate_scales_with_the_global_batch() -> None:
+    assert scaled_learning_rate(0.1, 256, 8192) == pytest.approx(3.2)  # Goyal et al., 2017
+    assert scaled_learning_rate(0.1, 64, 16) == pytest.approx(0.025)
+    assert scaled_learning_rate(0.3, 48, 48) == 0.3
+
+
+@pytest.mark.parametrize(
+    ("base_batch", "global_batch", "name"), [(0, 8, "base_batch"), (8, -1, "global_batch")]
+)
+def test_refuses_to_scale_by_no_batch(base_batch: int, global_batch: int, name: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name} must be at least 1, got"):
+        scaled_learning_rate(0.1, base_batch, global_batch)

@@ -111,6 +111,15 @@ def test_the_token_is_on_no_command_line(lab: Lab) -> None:
     assert not any(token in " ".join(process.cmdline()) for process in lab.family)
 
 
+def test_jupyterlab_does_not_ask_about_news(lab: Lab) -> None:
+    page = urlsplit(lab.links["JupyterLab"])
+    setting = "@jupyterlab/apputils-extension:notification"
+    with urllib.request.urlopen(f"http://{page.netloc}/lab/api/settings/{setting}?{page.query}") as reply:
+        properties = json.load(reply)["schema"]["properties"]
+    assert properties["fetchNews"]["default"] == "false"
+    assert properties["checkForUpdates"]["default"] is False
+
+
 def test_nothing_listens_beyond_loopback(lab: Lab) -> None:
     family = [process for process in lab.family if process.is_running()]
     connections = [c for process in family for c in process.net_connections("inet")]

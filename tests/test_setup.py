@@ -17,7 +17,7 @@ ROOT = Path(__file__).parent.parent
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 IMPORT_NAMES = {"PyYAML": "yaml", "scikit-learn": "sklearn", "ipython": "IPython"}
 COMES_ALONG = {"pydantic_core"}  # pydantic asks for its exact version
-NOT_IMPORTED = {"anywidget", "ipykernel", "jupyterlab", "sklearn"}  # started, read, used by another library
+NOT_IMPORTED = {"ipykernel", "jupyterlab", "sklearn"}  # started, read, used by another library
 
 
 def pins(name: str) -> dict[str, str]:

@@ -34,7 +34,7 @@ def _within(seconds: float, holds: Callable[[], bool]) -> bool:
 
 
 def _points(dashboard: Dashboard) -> list[int]:
-    return list(dashboard._view.widget.data[0].x)
+    return list(json.loads(dashboard._view.text.value)["data"][0]["x"])
 
 
 def _alert(form: Form) -> str:

@@ -9,6 +9,7 @@ from labkit.errors import ConfigError, did_you_mean
 BENCHMARKS = {
     "overhead": "what a run costs beside its training: start, events, tracking, all-reduce against DDP",
     "shm": "gradients summed inside a node: shared memory against gloo and against the memory itself",
+    "sync": "two-level synchronisation on an emulated 4x4 cluster: against the wire, gloo, DDP, a server",
 }
 
 __all__ = ["BENCHMARKS", "Report", "run_benchmark"]

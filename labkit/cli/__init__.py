@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import click
 
+from labkit.cli.cluster import cluster
 from labkit.cli.control import attach, logs, resume, stop, sync
 from labkit.cli.inspect import bench, config, doctor, schema
 from labkit.cli.reproduce import reproduce
@@ -18,7 +19,23 @@ from labkit.cli.serve import lab, ui
 from labkit.cli.status import status
 from labkit.errors import LabkitError, did_you_mean
 
-_VERBS = (run, status, logs, stop, attach, resume, reproduce, sync, lab, ui, doctor, config, schema, bench)
+_VERBS = (
+    run,
+    status,
+    logs,
+    stop,
+    attach,
+    resume,
+    reproduce,
+    sync,
+    lab,
+    ui,
+    doctor,
+    config,
+    schema,
+    cluster,
+    bench,
+)
 
 
 class _Verbs(click.Group):

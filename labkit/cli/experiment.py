@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import click
 
-from labkit.config import ExperimentConfig, from_overrides, load, parse_yaml
+from labkit.config import ExperimentConfig, cluster_presets, from_overrides, load, parse_yaml
 from labkit.errors import ConfigError
 
 _Verb = TypeVar("_Verb", bound=Callable[..., Any])
@@ -26,6 +26,7 @@ class Choice:
         options: Values that have an option of their own, by their setting.
         texts: `key=value` texts, in their order.
         timeout_s: Longest life of the run, seconds.
+        is_emulated: Nodes as namespaces, links of the cluster file's rates.
     """
 
     target: Path | None
@@ -33,6 +34,7 @@ class Choice:
     options: dict[str, str]
     texts: tuple[str, ...]
     timeout_s: float | None
+    is_emulated: bool = False
 
     @property
     def is_notebook(self) -> bool:
@@ -46,7 +48,8 @@ def experiment_options(verb: _Verb) -> _Verb:
         click.argument("words", nargs=-1, metavar="[EXPERIMENT.yaml | NOTEBOOK.ipynb] [KEY=VALUE]..."),
         click.option("-p", "parameters", multiple=True, metavar="KEY=VALUE", help="The same as KEY=VALUE."),
         click.option("-f", "file", metavar="PARAMS.yaml", help="Set the values of a YAML file."),
-        click.option("--cluster", metavar="FILE|NxM", help="A cluster file, or N nodes of M workers."),
+        click.option("--cluster", metavar="FILE|PRESET|NxM", help="A cluster, or N nodes of M workers."),
+        click.option("--emulate", "is_emulated", is_flag=True, help="Shape the links as the cluster says."),
         click.option("--name", help="Name of the experiment: its folder under runs/, and in MLflow."),
         click.option("--timeout", "timeout_s", type=float, metavar="S", help="Longest life of the run."),
     )
@@ -62,6 +65,7 @@ def read_choice(
     cluster: str | None = None,
     name: str | None = None,
     timeout_s: float | None = None,
+    is_emulated: bool = False,
 ) -> Choice:
     """Sort the words of a command line.
 
@@ -78,7 +82,18 @@ def read_choice(
         options={key: value for key, value in options.items() if value is not None},
         texts=(*parameters, *(word for word in words if word not in targets)),
         timeout_s=timeout_s,
+        is_emulated=is_emulated,
     )
+
+
+def _standing(cluster: Any) -> dict[str, Any]:
+    """The description of a standing cluster that is named like no preset."""
+    if not isinstance(cluster, str) or cluster in cluster_presets():
+        return {}
+    from labkit.launch.emulation import standing
+
+    found = [record.cluster for record in standing.all_standing() if record.name == cluster]
+    return {"cluster": found[0].model_dump(mode="json")} if found else {}
 
 
 def _absolute(cluster: str | None) -> str | None:
@@ -119,8 +134,11 @@ def build_config(choice: Choice) -> ExperimentConfig:
         ConfigError: a file or a setting is wrong.
     """
     base = load(choice.target) if choice.target else ExperimentConfig()
-    timeout = {} if choice.timeout_s is None else {"launch.timeout_s": choice.timeout_s}
-    values = {**_read_values(choice.file), **choice.options, **timeout}
+    launch: dict[str, Any] = {} if choice.timeout_s is None else {"launch.timeout_s": choice.timeout_s}
+    if choice.is_emulated:
+        launch["launch.is_emulated"] = True
+    values = {**_read_values(choice.file), **choice.options, **launch}
+    values |= _standing(values.get("cluster"))
     # JSON is YAML, so nothing changes its type on the way.
     overrides = [*(f"{key}={json.dumps(value)}" for key, value in values.items()), *choice.texts]
     return from_overrides(overrides, base=base) if overrides else base

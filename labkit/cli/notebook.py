@@ -31,7 +31,8 @@ def run_notebook(choice: Choice, output: str | None, *, is_forced: bool, is_dry:
         ConfigError: the notebook or a parameter is wrong.
     """
     assert choice.target is not None
-    texts = [*(f"{key}={value}" for key, value in choice.options.items()), *choice.texts]
+    emulated = ["is_emulated=true"] if choice.is_emulated else []
+    texts = [*(f"{key}={value}" for key, value in choice.options.items()), *emulated, *choice.texts]
     files = [choice.file] if choice.file else []
     if is_dry:
         _show_parameters(choice, texts, files, is_json)

@@ -47,6 +47,7 @@ def run(
     \b
     Examples:
       labkit run experiment.yaml optimizer.learning_rate=0.05 --cluster 2x2
+      labkit run experiment.yaml --cluster 4x4-1gbit --emulate
       labkit run notebooks/02_train.ipynb -p seed=3
       labkit run experiment.yaml --rendezvous head:29400 --node node1
     """

@@ -1,6 +1,6 @@
 """Communication between workers. Only this package knows torch.distributed."""
 
-from labkit.comm.arena import Arena, Counters, padded_bytes
+from labkit.comm.arena import Arena, Counters, give_back_memory, padded_bytes
 from labkit.comm.communicator import Communicator, GroupCommunicator, PeerError, SoloCommunicator, Work
 from labkit.comm.rendezvous import (
     Rendezvous,
@@ -14,6 +14,7 @@ from labkit.comm.rendezvous import (
 __all__ = [
     "Arena",
     "Counters",
+    "give_back_memory",
     "padded_bytes",
     "Communicator",
     "GroupCommunicator",

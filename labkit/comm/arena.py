@@ -7,6 +7,7 @@ the last process that maps it.
 """
 
 import contextlib
+import ctypes
 import mmap
 import os
 import tempfile
@@ -94,6 +95,12 @@ def _make_file(size_bytes: int) -> int:
         os.close(fd)
         return -1
     return fd
+
+
+def give_back_memory() -> None:
+    """Return freed memory to the system where the C library would keep it for later (glibc)."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 class Counters:

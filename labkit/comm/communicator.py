@@ -39,6 +39,17 @@ class Communicator(Protocol):
         """Start to replace `tensor` by its sum over the workers, in place."""
         ...
 
+    def reduce_scatter_(self, shard: torch.Tensor, tensor: torch.Tensor) -> Work:
+        """Start to put into `shard` this worker's equal part of the sum of `tensor` over the workers.
+
+        Shapes (n,), (world_size * n,).
+        """
+        ...
+
+    def all_gather_(self, tensor: torch.Tensor, shard: torch.Tensor) -> Work:
+        """Start to put every worker's `shard`, by rank, into `tensor`; shapes (world_size * n,), (n,)."""
+        ...
+
     def broadcast_(self, tensor: torch.Tensor, source: int = 0) -> None:
         """Replace `tensor` by the one of `source`, in place."""
         ...
@@ -94,6 +105,14 @@ class SoloCommunicator:
     world_size = 1
 
     def all_reduce_(self, tensor: torch.Tensor) -> Work:
+        return _Done()
+
+    def reduce_scatter_(self, shard: torch.Tensor, tensor: torch.Tensor) -> Work:
+        shard.copy_(tensor)
+        return _Done()
+
+    def all_gather_(self, tensor: torch.Tensor, shard: torch.Tensor) -> Work:
+        tensor.copy_(shard)
         return _Done()
 
     def broadcast_(self, tensor: torch.Tensor, source: int = 0) -> None:
@@ -157,6 +176,22 @@ class GroupCommunicator:
             raise _peer_error("all-reduce", error) from error
         assert work is not None
         return _GroupWork(work, "all-reduce")
+
+    def reduce_scatter_(self, shard: torch.Tensor, tensor: torch.Tensor) -> Work:
+        try:
+            work = dist.reduce_scatter_single(shard, tensor, group=self._group, async_op=True)
+        except RuntimeError as error:
+            raise _peer_error("reduce-scatter", error) from error
+        assert work is not None
+        return _GroupWork(work, "reduce-scatter")
+
+    def all_gather_(self, tensor: torch.Tensor, shard: torch.Tensor) -> Work:
+        try:
+            work = dist.all_gather_single(tensor, shard, group=self._group, async_op=True)
+        except RuntimeError as error:
+            raise _peer_error("all-gather", error) from error
+        assert work is not None
+        return _GroupWork(work, "all-gather")
 
     def broadcast_(self, tensor: torch.Tensor, source: int = 0) -> None:
         try:

@@ -33,9 +33,11 @@ from labkit.config._load import (
     json_schema,
     known_keys,
     load,
+    load_cluster,
     to_yaml,
 )
 from labkit.config._plain import plain
+from labkit.config._presets import cluster_presets
 from labkit.config._yaml import parse_yaml
 
 __all__ = [
@@ -63,12 +65,14 @@ __all__ = [
     "UserModelConfig",
     "WorkerConfig",
     "cluster_of_shape",
+    "cluster_presets",
     "from_mapping",
     "from_overrides",
     "from_parameters",
     "json_schema",
     "known_keys",
     "load",
+    "load_cluster",
     "parse_yaml",
     "plain",
     "to_yaml",

@@ -373,12 +373,12 @@ class EngineConfig(Section):
         None, description="torch threads per worker; none: cores over the node's workers"
     )
     step_padding_s: Annotated[float, Field(ge=0)] = Field(
-        0.0, description="each step's compute lasts at least this long (emulates a slower device)"
+        0.0, description="emulated compute of a step on an even share of the batch at speed 1; 0: real time"
     )
 
 
 class LaunchConfig(Section):
-    """How workers are started and watched. Not part of a run's identity."""
+    """How workers are started and watched. Not part of a run's identity, but for `is_emulated`."""
 
     launcher: Literal["local", "elastic"] = Field(
         "local", description="local: forked here; elastic: torch.distributed.run on every node"

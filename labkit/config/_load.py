@@ -9,8 +9,15 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from labkit.config._experiment import ExperimentConfig, NodeConfig, WorkerConfig, cluster_of_shape
+from labkit.config._experiment import (
+    ClusterConfig,
+    ExperimentConfig,
+    NodeConfig,
+    WorkerConfig,
+    cluster_of_shape,
+)
 from labkit.config._plain import plain
+from labkit.config._presets import cluster_presets
 from labkit.config._section import Section, members_of, raise_config_error
 from labkit.config._yaml import parse_yaml
 from labkit.errors import ConfigError, did_you_mean
@@ -65,17 +72,25 @@ def _read_file(path: Path, what: str) -> Any:
 
 
 def _expand_cluster(value: Any, base: Path) -> Any:
-    """Turn `2x2` or the path of a cluster file into the cluster's mapping."""
+    """Turn `2x2`, the name of a preset or the path of a cluster file into the cluster's mapping.
+
+    `clusters/4x4-1gbit.yaml` is the preset of that name where there is no such file.
+    """
     if isinstance(value, Mapping):
         return value
     value = str(value)  # `0x2` is a number in YAML
     shape = _SHAPE.match(value)
     if shape:
         return cluster_of_shape(int(shape[1]), int(shape[2])).model_dump(mode="json")
+    path, presets = Path(value), cluster_presets()
+    is_replaced = path.parent.name == "clusters" and not (base / path).exists()
+    preset = presets.get(path.stem if is_replaced else value)
+    if preset is not None:
+        return dict(parse_yaml(preset, value))
     if not value.endswith((".yaml", ".yml")):
         raise ConfigError(
             f"cluster must be NODESxWORKERS, a .yaml file or a mapping, got {value!r}. "
-            "For example cluster=2x2."
+            f"For example cluster=2x2, or a preset: {', '.join(presets)}."
         )
     read = _read_file(base / value, "cluster")
     if not isinstance(read, Mapping):
@@ -118,7 +133,7 @@ def from_mapping(
 
     Args:
         values: Sections and their keys. Short forms: `sync: allreduce` for `sync: {name: allreduce}`,
-            `cluster: 2x2` for two nodes of two workers, `cluster: FILE.yaml`.
+            `cluster: 2x2` for two nodes of two workers, `cluster: FILE.yaml`, `cluster: PRESET`.
         base: Folder that a cluster file's path is relative to; default: the working directory.
         source: Put in front of error messages, usually a file's name.
 
@@ -150,7 +165,27 @@ def _as_mapping(read: Any, path: Path) -> Mapping[str, Any]:
     return read
 
 
-def _set_dotted(values: dict[str, Any], key: str, value: Any) -> None:
+def load_cluster(value: Any, *, base: Path | None = None) -> ClusterConfig:
+    """Build a cluster alone: from `2x2`, a preset's name, a file or a mapping.
+
+    Args:
+        value: As the `cluster` of an experiment.
+        base: Folder that a file's path is relative to; default: the working directory.
+
+    Raises:
+        ConfigError: it is none of these, or the description is wrong.
+    """
+    raw = _expand_cluster(value, base or Path.cwd())
+    try:
+        return ClusterConfig.model_validate(raw)
+    except ValidationError as error:
+        known = known_keys({"cluster": raw})
+        inside = {key.removeprefix("cluster").lstrip("."): keys for key, keys in known.items()}
+        source = "" if isinstance(value, Mapping) else str(value)
+        raise_config_error(error, ClusterConfig, inside | {"": known["cluster"]}, source)
+
+
+def _set_dotted(values: dict[str, Any], key: str, value: Any, folder: Path) -> None:
     """Set `a.b.c`. A change of `model.name` drops the old model's own settings."""
     *path, leaf = key.split(".")
     field = ExperimentConfig.model_fields.get(path[0] if path else leaf)
@@ -160,7 +195,9 @@ def _set_dotted(values: dict[str, Any], key: str, value: Any) -> None:
     here = values
     for part in path:
         below = here.get(part)
-        if isinstance(below, str):
+        if part == "cluster" and isinstance(below, str):
+            below = _expand_cluster(below, folder)
+        elif isinstance(below, str):
             below = {"name": below}
         elif not isinstance(below, Mapping):
             below = {}
@@ -203,7 +240,7 @@ def from_overrides(
     pairs.sort(key=lambda pair: not (pair[0].endswith(".name") or "." not in pair[0]))
     values = start
     for key, value, _ in pairs:
-        _set_dotted(values, key, value)
+        _set_dotted(values, key, value, folder or Path.cwd())
     try:
         return from_mapping(values, base=folder)
     except ConfigError as first:
@@ -214,7 +251,7 @@ def from_overrides(
         if not texts:
             raise
         for key, raw in texts:
-            _set_dotted(values, key, raw)
+            _set_dotted(values, key, raw, folder or Path.cwd())
         return from_mapping(values, base=folder)
 
 

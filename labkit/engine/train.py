@@ -13,6 +13,7 @@ from labkit.config import ExperimentConfig
 from labkit.data.sampler import GlobalSampler, SamplerState, even_extent, own_part
 from labkit.engine import checkpoint, random_state
 from labkit.engine.events import EventLog
+from labkit.engine.pace import FORWARD_SHARE, pace_of, spread_over_backward
 from labkit.errors import ConfigError
 from labkit.optim.schedule import learning_rate_at
 from labkit.runfolder import RunFolder
@@ -67,6 +68,8 @@ class Trainer:
             )
         random_state.seed_everything(config.seed, "model")
         self.model = self._place(build_model(config.model, self.data.info))
+        self.pace = pace_of(config, placement.rank, self._clock)
+        spread_over_backward(self.model.parameters(), self.pace)
         self.strategy = self._build_strategy()
         random_state.seed_everything(config.seed, "worker", placement.rank)
         self.sampler = GlobalSampler(num_samples, config.engine.global_batch_size, config.seed)
@@ -141,6 +144,8 @@ class Trainer:
                 self.save()
             if totals.is_stop_wanted:
                 break
+        if self.pace.remark():
+            self.log.write("message", text=self.pace.remark())
         self.log.write("end", step=self.progress.step)
         return self.progress.step >= self.total_steps
 
@@ -169,16 +174,16 @@ class Trainer:
             wanted = -(-largest // (engine.micro_batch_size or largest))
             pieces += [own[:0]] * (wanted - len(pieces))
         self.strategy.begin_step(len(own), len(pieces), is_stop_wanted=self.is_stop_wanted())
-        began_at = time.perf_counter()
         data_s = 0.0
         self.model.train()
         for piece in pieces:
             inputs, targets, waited_s = self._fetch(self.data.train, piece)
             data_s += waited_s
+            self.pace.begin(len(piece))
             losses, accuracies = self.data.losses(self.model(inputs), targets)
-            if engine.step_padding_s:
-                time.sleep(max(0.0, began_at + engine.step_padding_s - time.perf_counter()))
+            self.pace.advance(FORWARD_SHARE)
             self.strategy.backward(losses, accuracies)
+            self.pace.end()
         peak = self.config.optimizer.learning_rate
         rate = learning_rate_at(self.config.schedule, peak, self.progress.step + 1, self.total_steps)
         totals = self.strategy.end_step(rate)

@@ -35,6 +35,8 @@ class WorkerTask:
         rendezvous: Where workers meet.
         attempt: 1, and one more after every resume or restart.
         import_paths: Folders of the user's own modules.
+        remark: What readers of the run's figures must know of the network; "" for nothing.
+        num_here: Workers of the run on this machine, which share its cores.
     """
 
     folder: str
@@ -42,6 +44,8 @@ class WorkerTask:
     rendezvous: Rendezvous
     attempt: int
     import_paths: tuple[str, ...] = ()
+    remark: str = ""
+    num_here: int = 1
 
 
 def die_with_parent(parent_pid: int) -> None:
@@ -89,8 +93,10 @@ def _train(folder: RunFolder, task: WorkerTask, stop: threading.Event) -> None:
     config = folder.read_config()
     placement = placements(config.cluster)[task.rank]
     device = choose_device(placement)
-    torch.set_num_threads(_num_threads(config.engine, placement))
+    torch.set_num_threads(_num_threads(config.engine, task.num_here))
     log = EventLog(folder.events_file(task.rank), task.attempt)
+    if task.remark and task.rank == 0:
+        log.write("message", text=task.remark)
     comm = join(
         task.rendezvous,
         rank=task.rank,
@@ -132,9 +138,9 @@ def choose_device(placement: Placement) -> torch.device:
     return device
 
 
-def _num_threads(engine: EngineConfig, placement: Placement) -> int:
+def _num_threads(engine: EngineConfig, num_here: int) -> int:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return engine.num_threads or max(1, cores // placement.local_world_size)
+    return engine.num_threads or max(1, cores // num_here)
 
 
 def keep_alive(path: Path, interval_s: float = 1.0) -> None:
@@ -198,6 +204,8 @@ def main() -> None:
         ),
         attempt=int(os.environ["LABKIT_ATTEMPT"]) + int(os.environ["TORCHELASTIC_RESTART_COUNT"]),
         import_paths=tuple(filter(None, os.environ["LABKIT_IMPORT_PATHS"].split(os.pathsep))),
+        remark=os.environ["LABKIT_REMARK"],
+        num_here=int(os.environ["LABKIT_NUM_HERE"]),
     )
     code = run_worker(task)
     sys.stdout.flush()

@@ -17,7 +17,10 @@ from pathlib import Path
 
 import psutil
 
+from labkit.config import cluster_of_shape
+from labkit.errors import ConfigError
 from labkit.lab.servers import JUPYTER_PORT, MLFLOW_PORT, is_free
+from labkit.launch.emulation import build
 from labkit.runfolder import project_root, runs_root
 
 _NETWORK_FILESYSTEMS = set("nfs nfs4 cifs smbfs smb3 lustre gpfs beegfs ceph 9p afs fuse.sshfs".split())
@@ -117,7 +120,7 @@ def _pins() -> dict[str, str]:
 
 
 def live_figures() -> Check:
-    """plotly's FigureWidget can be made: it needs anywidget."""
+    """A figure can move while a run trains: that needs anywidget."""
     is_there = importlib.util.find_spec("anywidget") is not None
     found = "anywidget is here" if is_there else "no anywidget: figures are static while a run goes on"
     return _judge("live figures", is_there, found, "Run `pip install -r requirements.txt`.", Grade.WARN)
@@ -230,6 +233,18 @@ def shared_memory() -> Check:
     return _judge("shared memory", free_bytes >= _MIN_SHARED_MEMORY_BYTES, found, remedy, Grade.WARN)
 
 
+def emulation() -> Check:
+    """A cluster can be emulated: one node is built and dropped. Nothing else needs it."""
+    cluster = cluster_of_shape(1, 1).model_copy(update={"link_mbit": 100.0})
+    try:
+        with build(cluster) as built:
+            right = "as root" if built.user is None else "in a user namespace"
+    except ConfigError as error:
+        found, _, remedy = str(error).partition(". ")
+        return Check("emulation", Grade.WARN, found, remedy)
+    return Check("emulation", Grade.OK, f"network namespaces {right}, links shaped by tc")
+
+
 def cores() -> Check:
     """Cores and memory, for the choice of workers."""
     memory_bytes = psutil.virtual_memory().total
@@ -282,6 +297,7 @@ _CHECKS: Sequence[Callable[[], Check]] = (
     ports,
     host_name,
     shared_memory,
+    emulation,
     cores,
     omp_threads,
     torch_backends,

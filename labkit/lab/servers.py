@@ -130,14 +130,12 @@ def jupyterlab(port: int) -> ServerPlan:
         f"--ServerApp.port={port}",
         "--ServerApp.port_retries=0",
         f"--ServerApp.root_dir={root}",
-        "--LabApp.news_url=None",
-        "--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate",
     ]
     return ServerPlan(
         name="JupyterLab",
         command=[sys.executable, "-m", "jupyterlab", *options, *(["--allow-root"] if _is_root() else [])],
         # The token goes by the environment: a command line is there for every user of the machine to read.
-        environment={**os.environ, **kernel_environment(), "JUPYTER_TOKEN": token},
+        environment={**os.environ, **kernel_environment(), **_jupyter_settings(), "JUPYTER_TOKEN": token},
         folder=root,
         health_url=f"{base}/api",
         link=f"{base}{page}?token={token}",
@@ -168,9 +166,22 @@ def kernel_environment() -> dict[str, str]:
     environment = {"LABKIT_RUNS": str(runs_root())}
     root = project_root()
     if root is not None:
-        paths = [str(root), *filter(None, [os.environ.get("PYTHONPATH")])]
-        environment["PYTHONPATH"] = os.pathsep.join(paths)
+        environment["PYTHONPATH"] = _before(root, "PYTHONPATH")
     return environment
+
+
+def _jupyter_settings() -> dict[str, str]:
+    """Defaults of JupyterLab that we change: it does not ask about news and looks for no updates.
+
+    What the user has chosen in JupyterLab's own settings comes before them.
+    """
+    folder = Path(__file__).parent / "jupyter"
+    return {"JUPYTER_CONFIG_PATH": _before(folder, "JUPYTER_CONFIG_PATH")}
+
+
+def _before(folder: Path, variable: str) -> str:
+    """A search path with one more folder in front."""
+    return os.pathsep.join([str(folder), *filter(None, [os.environ.get(variable)])])
 
 
 def _is_root() -> bool:

@@ -17,6 +17,7 @@ from labkit.cluster.placement import Placement
 from labkit.comm import address_towards, interface_towards
 from labkit.config import ExperimentConfig
 from labkit.engine.worker import die_with_parent, write_error
+from labkit.launch.emulation import Network
 from labkit.launch.launcher import Exit
 from labkit.launch.verdict import signal_text
 from labkit.runfolder import RunFolder
@@ -36,6 +37,8 @@ class ElasticTask:
         store_port: Its port.
         attempt: The run's attempt.
         import_paths: Folders of the user's own modules.
+        network: Where the nodes are.
+        num_here: Workers of the run on this machine, those of other emulated nodes included.
     """
 
     folder: RunFolder
@@ -45,6 +48,8 @@ class ElasticTask:
     store_port: int
     attempt: int
     import_paths: tuple[str, ...]
+    network: Network
+    num_here: int
 
 
 class ElasticLauncher:
@@ -105,6 +110,7 @@ def _agent_main(
 ) -> None:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
+    task.network.enter(task.places[0].node)
     die_with_parent(parent_pid)
     for fd in close_fds:
         os.close(fd)
@@ -155,6 +161,8 @@ def _worker_environment(task: ElasticTask) -> dict[str, str]:
         "LABKIT_STORE_PORT": str(task.store_port),
         "LABKIT_ATTEMPT": str(task.attempt),
         "LABKIT_IMPORT_PATHS": os.pathsep.join(task.import_paths),
+        "LABKIT_REMARK": task.network.remark(),
+        "LABKIT_NUM_HERE": str(task.num_here),
         "GLOO_SOCKET_IFNAME": interface_towards(task.store_host),
         # Otherwise later rounds reuse the first round's store, whose gloo addresses are of dead workers.
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",

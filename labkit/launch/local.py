@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from multiprocessing.process import BaseProcess
 
 from labkit.engine.worker import WorkerTask, die_with_parent, redirect_output, run_worker
+from labkit.launch.emulation import Network
 from labkit.launch.launcher import Exit
 from labkit.runfolder import RunFolder
 
@@ -17,20 +18,32 @@ _FORK = multiprocessing.get_context("fork")
 class LocalLauncher:
     """All workers of a run on this machine, as direct children of the supervisor."""
 
-    def __init__(self, tasks: Sequence[WorkerTask], close_in_worker: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        tasks: Sequence[WorkerTask],
+        nodes: Sequence[str],
+        network: Network,
+        close_in_worker: Sequence[int] = (),
+    ) -> None:
         """Prepare.
 
         Args:
             tasks: One for each worker, by rank.
+            nodes: Node of each worker.
+            network: Where the nodes are.
             close_in_worker: File descriptors of the supervisor that a worker must not hold open.
         """
         self._tasks = tasks
+        self._nodes = nodes
+        self._network = network
         self._close_in_worker = list(close_in_worker)
         self._processes: list[BaseProcess] = []
 
     def start(self) -> None:
-        for task in self._tasks:
-            process = _FORK.Process(target=_worker_main, args=(task, os.getpid(), self._close_in_worker))
+        for task, node in zip(self._tasks, self._nodes, strict=True):
+            process = _FORK.Process(
+                target=_worker_main, args=(task, node, self._network, os.getpid(), self._close_in_worker)
+            )
             process.start()
             self._processes.append(process)
 
@@ -64,11 +77,13 @@ class LocalLauncher:
             process.join()
 
 
-def _worker_main(task: WorkerTask, parent_pid: int, close_fds: Sequence[int]) -> None:
+def _worker_main(
+    task: WorkerTask, node: str, network: Network, parent_pid: int, close_fds: Sequence[int]
+) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    network.enter(node)
     die_with_parent(parent_pid)
     for fd in close_fds:
         os.close(fd)
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform == "linux" else "lo0"
     redirect_output(RunFolder(task.folder), task.rank)
     sys.exit(run_worker(task))

@@ -11,6 +11,7 @@ from labkit.comm import StoreClient
 from labkit.config import ExperimentConfig
 from labkit.errors import ConfigError, LabkitError
 from labkit.launch.code import copy_code, user_modules
+from labkit.launch.emulation import Loopback
 from labkit.launch.peers import OtherNode
 from labkit.launch.supervisor import Supervisor, SupervisorTask, redirect_to
 from labkit.runfolder import ProcessId, RunFolder, RunStatus
@@ -63,7 +64,9 @@ def join_run(reply: Callable[[str], None], task: MemberTask) -> None:
     redirect_to(folder.supervisor_log)
     places = [place for place in placements(task.config.cluster) if place.node == task.node]
     own = SupervisorTask(folder, task.key, task.launcher, tuple(paths), task.rendezvous, task.node)
-    supervisor = Supervisor(own, task.config, places, task.rendezvous, OtherNode(store, task.node))
+    supervisor = Supervisor(
+        own, task.config, places, task.rendezvous, OtherNode(store, task.node), Loopback()
+    )
     supervisor.take_over()
     reply(str(folder.path))
     supervisor.run()

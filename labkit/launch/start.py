@@ -10,8 +10,9 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from labkit.config import ExperimentConfig, from_overrides
+from labkit.config import ClusterConfig, ExperimentConfig, from_overrides
 from labkit.errors import ConfigError, LabkitError
+from labkit.launch import emulation
 from labkit.launch.code import code_digests, copy_code, user_modules
 from labkit.launch.environment import describe_environment
 from labkit.launch.forkserver import start_daemon
@@ -59,11 +60,17 @@ def start(
         LabkitError: the first node does not answer.
     """
     meeting = None
+    if rendezvous is not None and config.launch.is_emulated:
+        raise ConfigError(
+            "launch.is_emulated must be false with a rendezvous, got true: real machines have real links. "
+            "Leave one of them out."
+        )
     if rendezvous is not None:
         meeting = parse_rendezvous(rendezvous)
         node = own_node(config, node)
         config = from_overrides({"launch.launcher": "elastic"}, base=config)
     modules = user_modules(config)
+    _check_network(config)
     code = code_digests(modules)
     key = run_key(config, code)
     parent = runs_root() / config.name
@@ -164,6 +171,7 @@ def resume(folder: RunFolder, overrides: Sequence[str] = (), *, is_detached: boo
                 "Start a new run instead."
             )
     changed = from_overrides(list(overrides), base=config) if overrides else config
+    _check_network(changed)
     with _locked(folder.path.parent):
         status = reap(folder)
         _refuse_if_busy(folder, status)
@@ -233,6 +241,24 @@ def _hand_over(
         folder.write_status(folder.read_status().model_copy(update=failed))
         raise
     return _known_to_notebook(Run(folder))
+
+
+def _check_network(config: ExperimentConfig) -> None:
+    """Find out before anything starts whether the cluster can be emulated here."""
+    if config.launch.is_emulated:
+        fault = start_daemon(_try_network, config.cluster)
+        if fault is not None:
+            raise fault
+
+
+def _try_network(reply: Callable[[ConfigError | None], None], cluster: ClusterConfig) -> None:
+    """Called in a process of its own: one that has no threads, as a notebook has, may fork freely."""
+    try:
+        emulation.check(cluster)
+    except ConfigError as error:
+        reply(error)
+    else:
+        reply(None)
 
 
 # What runs in the fork server imports torch there; this module stays free of it.

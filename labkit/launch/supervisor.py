@@ -20,6 +20,7 @@ from labkit.comm import Rendezvous, StoreServer
 from labkit.config import ExperimentConfig
 from labkit.engine.worker import WorkerTask
 from labkit.launch.elastic import ElasticLauncher, ElasticTask
+from labkit.launch.emulation import Loopback, Network, network_of
 from labkit.launch.launcher import Launcher, SeveralLaunchers
 from labkit.launch.local import LocalLauncher
 from labkit.launch.peers import End, FirstNode, NoPeers, OtherNode, Peers
@@ -69,13 +70,16 @@ def supervise(reply: Callable[[str], None], task: SupervisorTask) -> None:
         task: What to do.
 
     Raises:
-        ConfigError: the rendezvous address can't be served; nothing has started.
+        ConfigError: the rendezvous address can't be served, or the cluster can't be emulated; nothing has
+            started.
     """
     folder = task.folder
     config = folder.read_config()
     redirect_to(folder.supervisor_log)
     places = placements(config.cluster)
-    store = StoreServer(*task.rendezvous) if task.rendezvous else StoreServer()
+    network = Loopback() if task.rendezvous else network_of(config, folder)
+    where = task.rendezvous or (network.store_host, 0)
+    store = network.at_switch(lambda: StoreServer(*where))
     peers: Peers = NoPeers()
     if task.rendezvous:
         others = [node.name for node in config.cluster.nodes if node.name != task.node]
@@ -83,7 +87,7 @@ def supervise(reply: Callable[[str], None], task: SupervisorTask) -> None:
         peers = FirstNode(store, others, launch.start_timeout_s, launch.worker_timeout_s)
         places = [place for place in places if place.node == task.node]
     try:
-        supervisor = Supervisor(task, config, places, store, peers)
+        supervisor = Supervisor(task, config, places, store, peers, network)
         supervisor.take_over()
         reply(str(folder.path))
         supervisor.run()
@@ -111,6 +115,7 @@ class Supervisor:
         places: list[Placement],
         store: StoreServer | tuple[str, int],
         peers: Peers,
+        network: Network,
     ) -> None:
         """Prepare.
 
@@ -120,6 +125,7 @@ class Supervisor:
             places: The workers that run here.
             store: The store when this process serves it, else its address.
             peers: The other nodes.
+            network: Where the workers that run here are put.
         """
         self._folder = task.folder
         self._task = task
@@ -127,6 +133,7 @@ class Supervisor:
         self._places = places
         self._store = store
         self._peers = peers
+        self._network = network
         self._status: RunStatus = self._folder.read_status()
         self._tracker: subprocess.Popen[bytes] | None = None
         self._is_stop_asked = False
@@ -149,6 +156,8 @@ class Supervisor:
 
     def run(self) -> None:
         """Everything from the first worker to the final state."""
+        if self._network.remark():
+            self._say(self._network.remark())
         try:
             while True:
                 end = self._run_once()
@@ -184,7 +193,7 @@ class Supervisor:
     def _open(self, store: StoreServer) -> None:
         """Serve the store, after the first fork: until then this process has no threads."""
         if not store.is_open:
-            store.open()
+            self._network.at_switch(store.open)
             offer = {"key": self._task.key, "folder": self._folder.key, "attempt": self._status.attempt}
             store.put("run", json.dumps(offer))
 
@@ -194,19 +203,23 @@ class Supervisor:
             mine.append(self._tracker.stdin.fileno())
         store = self._store
         host, port = (store.host, store.port) if isinstance(store, StoreServer) else store
-        attempt = self._status.attempt
+        attempt, paths = self._status.attempt, self._task.import_paths
         if self._config.launch.launcher == "elastic":
             nodes = self._config.cluster.nodes
             groups = [[p for p in self._places if p.node == node.name] for node in nodes]
             tasks = [
-                ElasticTask(self._folder, g, len(nodes), host, port, attempt, self._task.import_paths)
+                ElasticTask(
+                    self._folder, g, len(nodes), host, port, attempt, paths, self._network, len(self._places)
+                )
                 for g in groups
                 if g
             ]
             return SeveralLaunchers([ElasticLauncher(self._config, task, mine) for task in tasks])
         where = Rendezvous(host, port, f"attempt{attempt}")
-        folder, paths = str(self._folder.path), self._task.import_paths
-        return LocalLauncher([WorkerTask(folder, p.rank, where, attempt, paths) for p in self._places], mine)
+        folder, remark = str(self._folder.path), self._network.remark()
+        num_here = len(self._places)
+        workers = [WorkerTask(folder, p.rank, where, attempt, paths, remark, num_here) for p in self._places]
+        return LocalLauncher(workers, [place.node for place in self._places], self._network, mine)
 
     def _record_workers(self, pids: Mapping[int, int]) -> None:
         workers = tuple(
@@ -269,7 +282,12 @@ class Supervisor:
                 if end is not None:
                     return end
                 time.sleep(0.1)
-        return End(state=RunState.FAILED, error=root_cause(exits, errors, placements(self._config.cluster)))
+        error = root_cause(exits, errors, placements(self._config.cluster))
+        cut = self._network.cut_nodes() if is_for_peers_sake(exits, errors) else []
+        if cut:
+            text = f"link of {', '.join(cut)} is cut: {error.message}"
+            error = error.model_copy(update={"message": text, "node": cut[0]})
+        return End(state=RunState.FAILED, error=error)
 
     def _read_errors(self) -> dict[int, dict[str, Any]]:
         found = {}

@@ -18,7 +18,7 @@ the rate changes. Our own choice, since the sources say nothing: where only g is
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,6 +31,7 @@ SquaredNorms = Callable[[list[Tensor], list[Tensor]], tuple[Tensor, Tensor]]
 _CHUNK = 131_072  # elements; a float32 sum of 25 million squares in one go may be 2 % too small
 _SMALLEST_FUSED = 32_768  # elements; fewer are cheaper together, and torch gives them one thread anyway
 _SMALLEST_FUSED_RATE = 1e-8
+_LANES = 64  # elements; a multiple of what any CPU handles in one instruction
 
 
 def trust_ratio(
@@ -206,6 +207,20 @@ class Lars(torch.optim.Optimizer):
 # --- one step ------------------------------------------------------------------------------------
 
 
+class _Item(NamedTuple):
+    """One tensor in one step, or a part of one."""
+
+    weight: Tensor
+    gradient: Tensor
+    velocity: Tensor | None
+    rate: float
+
+    def part(self, which: slice) -> "_Item":
+        """Some of its elements; it is contiguous."""
+        velocity = None if self.velocity is None else self.velocity.view(-1)[which]
+        return _Item(self.weight.view(-1)[which], self.gradient.view(-1)[which], velocity, self.rate)
+
+
 class _Work:
     """What one group has to do in one step: its tensors that have a gradient."""
 
@@ -216,7 +231,7 @@ class _Work:
         self.is_adapted = bool(group["is_adapted"])
         self.weights: list[Tensor] = [weight for weight in group["params"] if weight.grad is not None]
         self.gradients = [_dense(weight.grad) for weight in self.weights if weight.grad is not None]
-        self.velocities = [_velocity(weight, state) for weight in self.weights] if self.momentum else []
+        self.velocities = [_velocity(weight, state) if self.momentum else None for weight in self.weights]
 
     def rates(self, norms: Iterator[tuple[float, float]]) -> list[float]:
         """Learning rate times trust ratio of each tensor; takes as many norms as it needs."""
@@ -229,65 +244,51 @@ class _Work:
         ]
 
     def update_(self, rates: list[float]) -> None:
-        """Update each tensor in the way that is cheapest for it."""
-        rest: dict[tuple[torch.device, torch.dtype], list[int]] = {}
-        for index, (weight, gradient, rate) in enumerate(
-            zip(self.weights, self.gradients, rates, strict=True)
-        ):
-            if _is_fusible(weight, gradient, rate):
-                self.fused_(index, rate)
-            else:
-                rest.setdefault((weight.device, weight.dtype), []).append(index)
-        for chosen in rest.values():
-            self.foreach_(chosen, [rates[index] for index in chosen])
+        """Update each tensor in the way that is cheapest for it; all ways give the same bits."""
+        rest: dict[tuple[torch.device, torch.dtype], list[_Item]] = {}
+        for item in map(_Item, self.weights, self.gradients, self.velocities, rates):
+            bulk, tail = _cut(item)
+            if bulk is not None:
+                self.fused_(bulk)
+            if tail is not None:
+                rest.setdefault((tail.weight.device, tail.weight.dtype), []).append(tail)
+        for items in rest.values():
+            self.foreach_(items)
 
-    def foreach_(self, chosen: list[int], rates: list[float]) -> None:
+    def foreach_(self, items: list[_Item]) -> None:
         """The rule in torch's multi-tensor operations, for tensors of one device and dtype."""
-        weights = [self.weights[index] for index in chosen]
-        steps = [self.gradients[index] for index in chosen]
+        weights = [item.weight for item in items]
+        rates = [item.rate for item in items]
+        steps = [item.gradient for item in items]
         if self.weight_decay:
             steps = list(torch._foreach_add(steps, weights, alpha=self.weight_decay))
-        steps = list(torch._foreach_mul(steps, rates))
-        if self.momentum:
-            velocities = [self.velocities[index] for index in chosen]
-            torch._foreach_mul_(velocities, self.momentum)
-            torch._foreach_add_(velocities, steps)
-            steps = velocities
-        torch._foreach_sub_(weights, steps)
+        if not self.momentum:
+            _add_scaled_(weights, steps, [-rate for rate in rates])
+            return
+        velocities = [item.velocity for item in items if item.velocity is not None]
+        torch._foreach_mul_(velocities, self.momentum)
+        _add_scaled_(velocities, steps, rates)
+        torch._foreach_sub_(weights, velocities)
 
-    def fused_(self, index: int, rate: float) -> None:
-        """The rule in one pass over memory, by torch's fused SGD.
+    def fused_(self, item: _Item) -> None:
+        """The rule in one pass over memory, by torch's fused SGD, to the same bits.
 
         That is v = mu * v + (1 - dampening) * (g + beta * w) and w -= lr * v: with lr 1 and dampening
-        1 - rate it is LARS. Without momentum torch leaves the dampening out.
+        1 - rate it is LARS.
         """
+        assert item.velocity is not None
         torch._fused_sgd_(
-            [self.weights[index]],
-            [self.gradients[index]],
-            self.velocities[index : index + 1],
+            [item.weight],
+            [item.gradient],
+            [item.velocity],
             weight_decay=self.weight_decay,
             momentum=self.momentum,
-            lr=1.0 if self.momentum else rate,
-            dampening=1.0 - rate,
+            lr=1.0,
+            dampening=1.0 - item.rate,
             nesterov=False,
             maximize=False,
             is_first_step=False,
         )
-
-
-def _is_fusible(weight: Tensor, gradient: Tensor, rate: float) -> bool:
-    """On a CPU, for tensors that lie in memory from end to end: the kernel does not look at strides.
-
-    1 - (1 - rate) is exact enough for float32, but not for float64 or a tiny rate.
-    """
-    return (
-        weight.numel() >= _SMALLEST_FUSED
-        and weight.device.type == "cpu"
-        and weight.dtype in (torch.float32, torch.bfloat16, torch.float16)
-        and weight.is_contiguous()
-        and gradient.is_contiguous()
-        and rate >= _SMALLEST_FUSED_RATE
-    )
 
 
 def _velocity(weight: Tensor, state: dict[Tensor, Any]) -> Tensor:
@@ -296,6 +297,46 @@ def _velocity(weight: Tensor, state: dict[Tensor, Any]) -> Tensor:
         own["momentum_buffer"] = torch.zeros_like(weight)
     velocity: Tensor = own["momentum_buffer"]
     return velocity
+
+
+def _add_scaled_(targets: list[Tensor], tensors: list[Tensor], rates: list[float]) -> None:
+    """Add rate * tensor to each target; on a CPU with one rounding, however many there are."""
+    if len(set(rates)) == 1:
+        torch._foreach_add_(targets, tensors, alpha=rates[0])
+    elif targets[0].device.type == "cpu":
+        for target, tensor, rate in zip(targets, tensors, rates, strict=True):
+            target.add_(tensor, alpha=rate)
+    else:
+        torch._foreach_add_(targets, torch._foreach_mul(tensors, rates))
+
+
+def _cut(item: _Item) -> tuple[_Item | None, _Item | None]:
+    """What of a tensor torch's fused kernel shall update, and what is left.
+
+    On a CPU it saves half the passes over memory. It works on whole vectors of numbers and rounds the last
+    few in another way, so these are left: the bits do not depend on where a tensor is cut into pieces.
+    """
+    size = item.weight.numel()
+    if size < _SMALLEST_FUSED or not _is_fusible(item):
+        return None, item
+    bulk = size // _LANES * _LANES
+    if bulk == size:
+        return item, None
+    return item.part(slice(None, bulk)), item.part(slice(bulk, None))
+
+
+def _is_fusible(item: _Item) -> bool:
+    """The kernel goes through memory from end to end, and needs 1 - (1 - rate) to be exact enough."""
+    weight, gradient, velocity, rate = item
+    return (
+        velocity is not None
+        and weight.device.type == "cpu"
+        and weight.dtype == torch.float32
+        and weight.is_contiguous()
+        and gradient.is_contiguous()
+        and velocity.is_contiguous()
+        and rate >= _SMALLEST_FUSED_RATE
+    )
 
 
 # --- checks --------------------------------------------------------------------------------------

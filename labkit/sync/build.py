@@ -12,6 +12,7 @@ from labkit.sync.allreduce import AllReduce
 from labkit.sync.hierarchical import Hierarchical
 from labkit.sync.local_sgd import LocalSgd
 from labkit.sync.parameter_server import ParameterServer
+from labkit.sync.sharded import ShardedHierarchical
 from labkit.sync.strategy import Strategy
 
 
@@ -35,6 +36,11 @@ def build_strategy(
         say: Told what was chosen, and why.
     """
     sync, clip_norm = config.sync, config.engine.clip_norm
+    is_on_device = any(parameter.is_cuda for parameter in model.parameters())
+    if isinstance(sync, HierarchicalConfig) and is_on_device:
+        return ShardedHierarchical(
+            model, config.optimizer, comm, sync, places, clip_norm=clip_norm, clock=clock
+        )
     if isinstance(sync, HierarchicalConfig):
         return Hierarchical(
             model,

@@ -18,14 +18,14 @@ import torch
 from torch import Tensor, nn
 
 from labkit.cluster.placement import Placement
-from labkit.comm import Arena, Communicator, Counters, padded_bytes
+from labkit.comm import Arena, Communicator, Counters, give_back_memory, padded_bytes
 from labkit.config import HierarchicalConfig, OptimizerConfig
 from labkit.optim.build import build_optimizer
 from labkit.sync import flat
 from labkit.sync.batch_norm import RunningStatistics
 from labkit.sync.node_reduce import Chunk, NodeReducer, cut
 from labkit.sync.record import StepRecord
-from labkit.sync.slice_optimizer import SliceOptimizer
+from labkit.sync.slice_optimizer import SliceOptimizer, agreed_names
 from labkit.sync.strategy import StepTotals
 from labkit.sync.tune import Plan, candidates, choose
 
@@ -106,19 +106,19 @@ class Hierarchical:
         dtype = self._spans[0].parameter.dtype
         names = [f"worker {rank} on {places[rank].node}" for rank in self._topology.nodes[self._topology.own]]
         self._build_arena(num, dtype, names, timeout_s)
-        self._share_parameters(model, num)
+        self._share_parameters(model)
         self._reducer = self._build_reducer(config, say)
         start, end = flat.slices(num, self._topology.num_local)[self._topology.local_rank]
+        self._whole = build_optimizer(optimizer_config, model.parameters())  # for its groups' settings only
         self._slice = SliceOptimizer(
             optimizer_config,
+            self._whole,
             self._spans,
-            self._parameters,
-            self._rows[0],
+            self._parameters[start:end],
+            self._rows[0, start:end],
             (start, end),
-            self._norms,
-            self._add_up,
+            self._share,
         )
-        self._whole = build_optimizer(optimizer_config, model.parameters())  # for its groups' settings only
         self._gradients = flat.GradientRow(
             self._spans, self._rows[self._topology.local_rank], self._reducer.fill
         )
@@ -132,19 +132,20 @@ class Hierarchical:
         row = num + self._record.size
         num_pieces = len(flat.pieces(self._spans))
         sizes = [padded_bytes(num, dtype), padded_bytes(count * row, dtype)]
-        sizes += [padded_bytes(2 * num_pieces, torch.float64), 4 * Counters.bytes_for(count)]
+        sizes += [padded_bytes(3 * num_pieces, torch.float64), 4 * Counters.bytes_for(count)]
         arena = Arena(self._node, sum(sizes))
         self._parameters = arena.tensor(num, dtype)
         self._rows = arena.tensor(count * row, dtype).view(count, row)
-        self._norms = arena.tensor(2 * num_pieces, torch.float64).view(2, num_pieces)
+        self._norms = arena.tensor(3 * num_pieces, torch.float64).view(3, num_pieces)
         self._ready, self._done, self._added, self._updated = (
             Counters(arena, self._node, names, timeout_s) for _ in range(4)
         )
         self._num_added = self._num_updated = 0
 
-    def _share_parameters(self, model: nn.Module, num: int) -> None:
+    def _share_parameters(self, model: nn.Module) -> None:
         is_first = self._topology.local_rank == 0
         flat.move_into(self._parameters, self._spans, is_first=is_first)
+        give_back_memory()  # the private copies just replaced
         heads = [node[0] for node in self._topology.nodes]
         (between,) = self._comm.groups([heads])
         if between is not None:
@@ -236,8 +237,17 @@ class Hierarchical:
         self._running.count(self._record.num_samples)
         return totals
 
+    def _share(self, row: int, first: int, sums: Tensor) -> Tensor:
+        """Sums of squares of all pieces: each worker writes its own into the row, then all read it.
+
+        A row is written again only in the next step, when all have long read it.
+        """
+        self._norms[row, first : first + len(sums)] = sums
+        self._add_up()
+        return self._norms[row]
+
     def _add_up(self) -> None:
-        """Wait until every worker of the node has left its part of a sum in the arena."""
+        """Wait until every worker of the node is here."""
         self._num_added += 1
         self._added.set(self._num_added)
         self._added.wait(self._num_added)
@@ -257,8 +267,8 @@ class Hierarchical:
         parts, scalars = self._slice.state()
         whole: dict[str, Tensor] = {}
         scratch = self._rows[0, : self._num_parameters]  # free between steps
-        for name in sorted(parts):
-            scratch[self._slice.start : self._slice.end] = parts[name]
+        for name in agreed_names(parts, self._node):
+            scratch[self._slice.start : self._slice.end] = parts.get(name, 0.0)
             self._add_up()
             whole[name] = scratch.clone() if self._comm.rank == 0 else scratch
             self._add_up()

@@ -87,6 +87,7 @@ class Dashboard:
         self._closed.set()
         if threading.current_thread() is not self._thread:
             self._thread.join()
+        self._view.close()
         for widget in (*self.widget.children, self.widget):
             widget.close()
 

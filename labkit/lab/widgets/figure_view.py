@@ -1,15 +1,51 @@
 """A figure that can be redrawn while the notebook's cell is long done: live, or still where it must be."""
 
+import functools
+import json
 import time
 from typing import Any, Protocol
 
 import ipywidgets
 import plotly.graph_objects as go
+import traitlets
+from plotly.offline import get_plotlyjs
 
-from labkit.lab.show import figure_bundle
+from labkit.lab.show import PLOTLY_MIME, figure_bundle
 
-_DATA = ("x", "y", "z", "text", "width", "textposition")
 _STILL_INTERVAL_S = 5.0
+
+_SCRIPT = """
+const load = (source) => {
+  const text = `const module = { exports: {} }; const exports = module.exports; ${source}
+    ;export default module.exports;`;
+  const url = URL.createObjectURL(new Blob([text], { type: "text/javascript" }));
+  return import(url).then((library) => library.default);
+};
+
+export default {
+  async render({ model, el }) {
+    const box = document.createElement("div");
+    box.style.width = "100%";
+    el.append(box);
+    const figure = await model.widget_manager.get_model(model.get("figure"));
+    globalThis.labkitPlotly ??= load(model.get("source"));
+    const plotly = await globalThis.labkitPlotly;
+    const draw = () => {
+      const { data, layout, config } = JSON.parse(figure.get("value"));
+      return plotly.react(box, data, layout, config);
+    };
+    await draw();
+    figure.on("change:value", draw);
+    const observer = new ResizeObserver(() => plotly.Plots.resize(box));
+    observer.observe(el);
+    return () => {
+      observer.disconnect();
+      figure.off("change:value", draw);
+      plotly.purge(box);
+    };
+  },
+};
+"""
 
 
 class FigureView(Protocol):
@@ -19,43 +55,58 @@ class FigureView(Protocol):
     hint: str
 
     def show(self, figure: go.Figure, is_last: bool = False) -> None:
-        """Show a figure with the same traces as the first one. Safe on any one thread."""
+        """Show a figure. Safe on any one thread."""
+        ...
+
+    def close(self) -> None:
+        """Take it away."""
         ...
 
 
 class LiveFigure:
-    """Replaces the data of a plotly widget; axes that the user zoomed stay as they are.
+    """Sends the whole figure each time; the page redraws what differs and keeps the user's zoom.
 
-    A plotly widget is drawn before the page knows how wide it is, so it gets plotly's 700 px. It takes
-    its place's width when `autosize` is switched on afterwards: here at every other update, and
-    once the page has answered.
+    Not plotly's FigureWidget, which stands still on a busy machine: a model of anywidget that is not
+    loaded within two seconds drops every update for ever, and FigureWidget's are 4.8 MB. Here the
+    figure travels in a plain text model, plotly.js is loaded once a page, and the figure takes
+    the width there is.
+
+    Raises:
+        ImportError: anywidget is missing.
     """
 
     hint = ""
 
     def __init__(self, figure: go.Figure) -> None:
-        self.widget: Any = go.FigureWidget(figure)
-        self.widget._config = {"displaylogo": False, "responsive": True}
-        self._fit_when_drawn()
-
-    def _fit_when_drawn(self) -> None:
-        self.widget.layout.autosize = False
-        self.widget.on_edits_completed(self._fit)
-
-    def _fit(self) -> None:
-        self.widget.layout.autosize = True
+        self.text = ipywidgets.Text(_content(figure))
+        self.widget: Any = _plot_class()(source=get_plotlyjs(), figure=self.text.model_id)
 
     def show(self, figure: go.Figure, is_last: bool = False) -> None:
-        """One message to the page, whatever has changed."""
-        with self.widget.batch_update():
-            self.widget.layout.autosize = not self.widget.layout.autosize
-            for old, new in zip(self.widget.data, figure.data, strict=True):
-                for name in _DATA:
-                    value = new[name] if name in new else None
-                    if value is not None and not _same(old[name], value):
-                        old[name] = value
-        if is_last:
-            self._fit_when_drawn()
+        """One message to the page, and none when nothing has changed."""
+        self.text.value = _content(figure)
+
+    def close(self) -> None:
+        """Take it away."""
+        self.text.close()
+        self.widget.close()
+
+
+@functools.cache
+def _plot_class() -> Any:
+    import anywidget
+
+    class LivePlot(anywidget.AnyWidget):  # type: ignore[misc]
+        """A plotly figure in the page."""
+
+        _esm = _SCRIPT
+        figure = traitlets.Unicode().tag(sync=True)
+        source = traitlets.Unicode().tag(sync=True)
+
+    return LivePlot
+
+
+def _content(figure: go.Figure) -> str:
+    return json.dumps(figure_bundle(figure)[PLOTLY_MIME])
 
 
 class StillFigure:
@@ -79,6 +130,10 @@ class StillFigure:
         output = {"output_type": "display_data", "data": figure_bundle(figure), "metadata": {}}
         self.widget.outputs = (output,)
 
+    def close(self) -> None:
+        """Take it away."""
+        self.widget.close()
+
 
 def figure_view(figure: go.Figure) -> FigureView:
     """A live view, or a still one where anywidget is missing."""
@@ -86,9 +141,3 @@ def figure_view(figure: go.Figure) -> FigureView:
         return LiveFigure(figure)
     except ImportError:
         return StillFigure(figure)
-
-
-def _same(old: Any, new: Any) -> bool:
-    if isinstance(new, str) or old is None:
-        return bool(old == new)
-    return len(old) == len(new) and all(a == b for a, b in zip(old, new, strict=True))

@@ -188,12 +188,8 @@ def _wire_switch(links: Sequence[Link], node_networks: Sequence[int]) -> None:
     ]
     for index, fd in enumerate(node_networks):
         # The other end lands in the node's namespace, which `ip` knows by a descriptor that it inherits.
-        commands.append(
-            f"link add p{index} type veth peer name {INTERFACE} netns /proc/self/fd/{fd}"
-        )
+        commands.append(f"link add p{index} type veth peer name {INTERFACE} netns /proc/self/fd/{fd}")
         commands.append(f"link set p{index} master br0 up")
     batch("ip", commands, pass_fds=node_networks)
-    batch(
-        "tc",
-        [shape_command(f"p{i}", link.down_mbit) for i, link in enumerate(links) if link.down_mbit is not None],
-    )
+    shaped = [(index, link.down_mbit) for index, link in enumerate(links) if link.down_mbit is not None]
+    batch("tc", [shape_command(f"p{index}", rate) for index, rate in shaped])

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from labkit.errors import ConfigError
 from labkit.launch.emulation.emulation import INTERFACE, Emulation
-from labkit.launch.emulation.links import check_rate, port_of, rate_text, shape_command
+from labkit.launch.emulation.links import Link, check_rate, link_of, port_of, rate_text, shape_command
 from labkit.launch.emulation.tools import batch, devices, is_down, rates
 
 
@@ -33,9 +33,7 @@ class LinkState:
     received_bytes: int
 
 
-def set_link(
-    emulation: Emulation, node: str, *, up_mbit: float | None, down_mbit: float | None
-) -> None:
+def set_link(emulation: Emulation, node: str, *, up_mbit: float | None, down_mbit: float | None) -> None:
     """Give a link other rates, at once, also under traffic.
 
     Args:
@@ -97,21 +95,31 @@ def _write_down(emulation: Emulation, text: str) -> None:
 
 def link_states(emulation: Emulation) -> list[LinkState]:
     """How every link stands, as the kernel says it."""
-    ports, down = emulation.call(None, lambda: (devices(), rates()))
-    found = []
-    for link in emulation.links:
-        port = port_of(emulation.links, link.node)
-        device = ports[port]
-        counted = device["stats64"]
-        found.append(
-            LinkState(
-                node=link.node,
-                address=link.address,
-                up_mbit=emulation.call(link.node, rates).get(INTERFACE),
-                down_mbit=down.get(port),
-                is_cut=is_down(device),
-                sent_bytes=counted["rx"]["bytes"],
-                received_bytes=counted["tx"]["bytes"],
-            )
-        )
-    return found
+    return [link_state(emulation, link.node) for link in emulation.links]
+
+
+def link_state(emulation: Emulation, node: str) -> LinkState:
+    """How one link stands.
+
+    Raises:
+        ConfigError: there is no such node.
+    """
+    link, port = link_of(emulation.links, node), port_of(emulation.links, node)
+    device, down = emulation.call(None, lambda: (devices()[port], rates()))
+    counted = device["stats64"]
+    return LinkState(
+        node=link.node,
+        address=link.address,
+        up_mbit=emulation.call(link.node, rates).get(INTERFACE),
+        down_mbit=down.get(port),
+        is_cut=is_down(device),
+        sent_bytes=counted["rx"]["bytes"],
+        received_bytes=counted["tx"]["bytes"],
+    )
+
+
+def with_rates_of_now(emulation: Emulation) -> Emulation:
+    """The same emulation, described by the rates that its links have now, not by those it was built with."""
+    states = link_states(emulation)
+    emulation.links = tuple(Link(s.node, s.address, s.up_mbit, s.down_mbit) for s in states)
+    return emulation

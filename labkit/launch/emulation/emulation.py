@@ -105,7 +105,7 @@ class Emulation:
         os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = INTERFACE
 
     def at_switch(self, function: Callable[[], T]) -> T:
-        """Run a function in this process, which has joined, as one that sees all nodes: it may listen there."""
+        """Run a function in this process, which has joined, where all nodes can reach it."""
         return kernel.in_thread(function, [self.switch.network, self.switch.mounts])
 
     def call(self, node: str | None, function: Callable[[], T]) -> T:

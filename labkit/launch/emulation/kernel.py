@@ -80,9 +80,7 @@ def keep_mounts_to_ourselves() -> None:
     _call("mount", b"none", b"/", None, _RECURSIVE | _SLAVE, None)
 
 
-def new_namespaces(
-    user: int | None, kinds: Sequence[int], set_up: Callable[[], T]
-) -> tuple[list[int], T]:
+def new_namespaces(user: int | None, kinds: Sequence[int], set_up: Callable[[], T]) -> tuple[list[int], T]:
     """Make namespaces and prepare them from inside.
 
     Args:

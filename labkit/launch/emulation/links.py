@@ -120,7 +120,9 @@ def link_of(links: Sequence[Link], node: str) -> Link:
     for link in links:
         if link.node == node:
             return link
-    raise ConfigError(f"node must be one of {', '.join(link.node for link in links)}, got {node!r}.")
+    raise ConfigError(
+        f"node must be one of {', '.join(link.node for link in links)}, got {node!r}. Correct it."
+    )
 
 
 def describe(links: Sequence[Link]) -> str:

@@ -69,7 +69,8 @@ def run_program(command: Sequence[str], text: str = "", pass_fds: Sequence[int] 
 
 def devices() -> dict[str, dict[str, Any]]:
     """Network devices with flags and counters, by name."""
-    return {device["ifname"]: device for device in json.loads(run_program(["ip", "-j", "-s", "link", "show"]))}
+    found = json.loads(run_program(["ip", "-j", "-s", "link", "show"]))
+    return {device["ifname"]: device for device in found}
 
 
 def rates() -> dict[str, float]:

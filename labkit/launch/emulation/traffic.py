@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 from labkit.errors import ConfigError
 from labkit.launch.emulation import kernel
-from labkit.launch.emulation.control import link_states
+from labkit.launch.emulation.control import link_state
 from labkit.launch.emulation.emulation import INTERFACE, Emulation
-from labkit.launch.emulation.links import PAYLOAD_SHARE, burst_bytes, link_of
+from labkit.launch.emulation.links import PAYLOAD_SHARE, burst_bytes
 
 _TRANSFER_BYTES = 25_000_000
 _LONGEST_S = 4.0
@@ -82,9 +82,7 @@ class Calibration:
         return 1.0 if self.limit_mbit is None else self.mbit / self.limit_mbit
 
 
-def calibrate(
-    emulation: Emulation, sender: str | None = None, receiver: str | None = None
-) -> Calibration:
+def calibrate(emulation: Emulation, sender: str | None = None, receiver: str | None = None) -> Calibration:
     """Send about 25 MB between two nodes over one plain socket, after the links' burst credit is spent.
 
     Args:
@@ -95,8 +93,7 @@ def calibrate(
     Raises:
         ConfigError: there is no such node, or only one.
     """
-    names = [link_of(emulation.links, name).node for name in _ends(emulation, sender, receiver)]
-    source, target = (next(s for s in link_states(emulation) if s.node == name) for name in names)
+    source, target = (link_state(emulation, name) for name in _ends(emulation, sender, receiver))
     rates = [rate for rate in (source.up_mbit, target.down_mbit) if rate is not None]
     rate = min(rates, default=None)
     size = _TRANSFER_BYTES if rate is None else min(_TRANSFER_BYTES, round(rate * 1e6 / 8 * _LONGEST_S))
