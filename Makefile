@@ -54,8 +54,8 @@ $(VENV)/ready: requirements.txt pyproject.toml $(BIN)/python
 	$(BIN)/python -m pip install --disable-pip-version-check -r requirements.txt
 	@touch $@
 
-$(VENV)/ready-for-tests: requirements-test.txt $(VENV)/ready
-	$(BIN)/python -m pip install --disable-pip-version-check -q -r requirements-test.txt
+$(VENV)/ready-for-tests: tests/requirements.txt $(VENV)/ready
+	$(BIN)/python -m pip install --disable-pip-version-check -q -r tests/requirements.txt
 	@touch $@
 
 $(BIN)/python:

@@ -45,12 +45,12 @@ def third_party_imports() -> set[str]:
 def test_every_declared_package_is_pinned_and_the_reverse() -> None:
     assert declared(PYPROJECT["project"]["dependencies"]) == set(pins("requirements.txt"))
     assert declared(PYPROJECT["project"]["optional-dependencies"]["test"]) == set(
-        pins("requirements-test.txt")
+        pins("tests/requirements.txt")
     )
 
 
 def test_a_pin_is_one_exact_version() -> None:
-    for name in ("requirements.txt", "requirements-test.txt"):
+    for name in ("requirements.txt", "tests/requirements.txt"):
         lines = [line for line in (ROOT / name).read_text().splitlines() if line and line[0] not in "#-"]
         assert lines and all(re.fullmatch(r"[A-Za-z0-9._-]+==[0-9][^ ;]*", line) for line in lines)
 
@@ -61,7 +61,7 @@ def test_what_is_imported_is_declared_and_the_reverse() -> None:
 
 
 def test_pins_are_what_these_tests_run_with() -> None:
-    for name, version in {**pins("requirements.txt"), **pins("requirements-test.txt")}.items():
+    for name, version in {**pins("requirements.txt"), **pins("tests/requirements.txt")}.items():
         assert importlib.metadata.version(name).split("+")[0] == version, name
 
 
@@ -85,7 +85,7 @@ def test_the_name_on_the_index_is_not_used() -> None:
 
 
 def test_no_machine_path_or_registry_in_the_set_up() -> None:
-    names = ["Makefile", "README.md", "pyproject.toml", "requirements.txt", "requirements-test.txt"]
+    names = ["Makefile", "README.md", "pyproject.toml", "requirements.txt", "tests/requirements.txt"]
     for name in [*names, "environment.yml", ".ci/run"]:
         text = (ROOT / name).read_text()
         assert not re.search(r"/home/|/root/|/work/|/opt/|//[a-z.]*pypi|find-links", text), name

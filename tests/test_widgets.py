@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,6 @@ from labkit.errors import ConfigError
 from labkit.lab.command import as_command, overrides_of
 from labkit.lab.widgets.dashboard import Dashboard
 from labkit.lab.widgets.form import SETTINGS, Form
-from labkit.launch.forkserver import stop_server
 from labkit.runfolder import RunState
 from tests.made_runs import MadeRun
 
@@ -146,15 +145,7 @@ def test_every_control_has_a_name_and_an_explanation() -> None:
     assert set(form._controls) == set(SETTINGS)
 
 
-@pytest.fixture
-def server() -> Iterator[None]:
-    yield
-    stop_server()
-
-
-def test_launch_trains_shows_the_run_and_shows_it_again_when_it_is_asked_twice(
-    runs: Path, server: None
-) -> None:
+def test_launch_trains_shows_the_run_and_shows_it_again_when_it_is_asked_twice(runs: Path) -> None:
     form = Form(from_overrides(["cluster=1x2", "engine.num_epochs=1", "name=form"]))
     form._launch_button.click()
     assert form.run is not None and form.dashboard is not None, _alert(form)

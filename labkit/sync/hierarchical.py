@@ -267,7 +267,7 @@ class Hierarchical:
         parts, scalars = self._slice.state()
         whole: dict[str, Tensor] = {}
         scratch = self._rows[0, : self._num_parameters]  # free between steps
-        for name in agreed_names(parts, self._node):
+        for name in agreed_names(parts, self._node, self._rows.device):
             scratch[self._slice.start : self._slice.end] = parts.get(name, 0.0)
             self._add_up()
             whole[name] = scratch.clone() if self._comm.rank == 0 else scratch

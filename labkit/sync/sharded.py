@@ -152,7 +152,7 @@ class ShardedHierarchical:
         parts, scalars = self._slice.state()
         whole = torch.zeros_like(self._parameters)
         found: dict[str, Tensor] = {}
-        for name in agreed_names(parts, self._node):
+        for name in agreed_names(parts, self._node, self._row.device):
             own = torch.zeros_like(self._own)
             if name in parts:
                 own[: len(parts[name])] = parts[name]

@@ -154,13 +154,12 @@ class SliceOptimizer:
             }
 
 
-def agreed_names(parts: dict[str, Tensor], node: Communicator) -> list[str]:
+def agreed_names(parts: dict[str, Tensor], node: Communicator, device: torch.device) -> list[str]:
     """Names of the elementwise state that any worker of the node holds; an empty slice holds none.
 
     All workers of the node call it together.
     """
     known = ("exp_avg", "exp_avg_sq", "momentum_buffer")
-    device = next(iter(parts.values())).device if parts else torch.device("cpu")
     has = torch.tensor([float(name in parts) for name in known], device=device)
     node.all_reduce_(has).wait()
     return [name for name, count in zip(known, has.tolist(), strict=True) if count]
