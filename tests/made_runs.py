@@ -9,7 +9,7 @@ from labkit.config import ExperimentConfig, from_overrides
 from labkit.engine.events import EventLog
 from labkit.runfolder import ProcessId, RunError, RunFolder, RunState, RunStatus, WorkerRecord
 
-PARTS_S = {"data_s": 0.001, "compute_s": 0.010, "communicate_s": 0.004, "wait_s": 0.002}
+PARTS_S = {"data_s": 0.001, "compute_s": 0.010, "node_s": 0.0, "communicate_s": 0.004, "wait_s": 0.002}
 
 
 class MadeRun:

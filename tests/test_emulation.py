@@ -285,7 +285,7 @@ def test_what_is_let_go_of_is_gone(netns: None) -> None:
 @emulated
 def test_a_failed_build_leaves_nothing_open(netns: None, monkeypatch: pytest.MonkeyPatch) -> None:
     before = len(os.listdir("/proc/self/fd"))
-    monkeypatch.setattr("labkit.launch.emulation.build.shape_command", lambda device, rate: "qdisc nonsense")
+    monkeypatch.setattr("labkit.launch.emulation.builder.shape_command", lambda device, rate: "qdisc nonsense")
     with pytest.raises(ConfigError, match="links must be ones that `tc` accepts, got: .*launch.is_emulated=false"):
         build(_cluster(3))
     assert len(os.listdir("/proc/self/fd")) == before

@@ -60,7 +60,7 @@ def _wire_s(num_bytes: float, num_nodes: int = 4) -> float:
     return 2 * (num_nodes - 1) / num_nodes * num_bytes * 8 / (_PAYLOAD * _MBIT * 1e6)
 
 
-# --- models -----------------------------------------------------------------------------------------------
+# --- models -----------------------------------------------------------------
 
 
 class _Pace:
@@ -134,7 +134,7 @@ def _our_step(strategy: Strategy, model: nn.Module, inputs: Tensor) -> Callable[
     return step
 
 
-# --- synchronisation alone ----------------------------------------------------------------------------------
+# --- synchronisation alone -----------------------------------------------------------------
 
 
 def _synchronisation(
@@ -192,7 +192,7 @@ def _add_synchronisation(report: Report, found: dict[str, Any]) -> None:
         report.notes.append(f"doubts: {'; '.join(found['doubts'])}")
 
 
-# --- whole steps ---------------------------------------------------------------------------------------------
+# --- whole steps -----------------------------------------------------------------
 
 
 def _steps(comm: Communicator, placement: Placement, config: ExperimentConfig) -> dict[str, list[float]]:
@@ -223,7 +223,7 @@ def _add_steps(report: Report, times: dict[str, list[float]]) -> None:
     report.add("step_over_max_bf16", [t / bf16_s for t in times["ours_bf16"]], "<= 1.15")
 
 
-# --- parameter server ------------------------------------------------------------------------------------------
+# --- parameter server -----------------------------------------------------------------
 
 
 def _server(comm: Communicator, placement: Placement, config: ExperimentConfig) -> dict[str, list[float]]:
@@ -248,7 +248,7 @@ def _add_server(report: Report, times: dict[str, list[float]]) -> None:
     report.add("vs_parameter_server_bf16", ratios(times["server"], times["ours_bf16"]), ">= 20")
 
 
-# --- memory -----------------------------------------------------------------------------------------------------
+# --- memory -----------------------------------------------------------------
 
 
 def _memory(comm: Communicator, placement: Placement, config: ExperimentConfig) -> int:

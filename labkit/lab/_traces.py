@@ -27,6 +27,7 @@ _PENS = {"train": _Pen(_BLUE, "solid", "circle"), "val": _Pen(_VERMILLION, "dash
 
 _PART_STYLES = {
     "compute": ("computing", "#0072B2", ""),
+    "node": ("summing in the node", "#56B4E9", "-"),
     "communicate": ("communicating", "#E69F00", "/"),
     "wait": ("waiting", "#CC79A7", "x"),
     "data": ("loading data", "#009E73", "."),

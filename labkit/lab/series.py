@@ -6,7 +6,7 @@ from typing import Any
 
 from labkit.runfolder import RunFolder, find_run
 
-PARTS = ("compute", "communicate", "wait", "data")
+PARTS = ("compute", "node", "communicate", "wait", "data")
 """What a step's time is made of, in the order figures stack it."""
 
 _TIMES = ("step_s", *(f"{part}_s" for part in PARTS))

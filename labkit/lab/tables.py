@@ -10,6 +10,7 @@ from labkit.lab.stretches import busy_ms, speeds, step_bounds, stretch_means, wo
 _NUM_ROWS = 12
 _PART_NAMES = {
     "compute": "computing",
+    "node": "summing in the node",
     "communicate": "communicating",
     "wait": "waiting",
     "data": "loading data",

@@ -1,6 +1,6 @@
 """Emulated clusters: nodes as network namespaces of this machine, joined by links of given rates."""
 
-from labkit.launch.emulation.build import build, check
+from labkit.launch.emulation.builder import build, check
 from labkit.launch.emulation.control import (
     LinkState,
     cut_link,

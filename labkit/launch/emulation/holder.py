@@ -11,7 +11,7 @@ import time
 
 from labkit.config import ClusterConfig
 from labkit.errors import LabkitError
-from labkit.launch.emulation.build import build
+from labkit.launch.emulation.builder import build
 from labkit.launch.emulation.record import record_of
 from labkit.launch.emulation.standing import StandingRecord, state_file
 from labkit.runfolder import write_atomically

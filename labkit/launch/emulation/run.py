@@ -2,7 +2,7 @@
 
 from labkit.config import ExperimentConfig
 from labkit.errors import ConfigError
-from labkit.launch.emulation.build import build
+from labkit.launch.emulation.builder import build
 from labkit.launch.emulation.emulation import Emulation
 from labkit.launch.emulation.network import Loopback, Network
 from labkit.launch.emulation.record import EmulationRecord, open_record, record_of

@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from labkit.config import ClusterConfig
 from labkit.errors import ConfigError, LabkitError, did_you_mean
-from labkit.launch.emulation.build import check_system
+from labkit.launch.emulation.builder import check_system
 from labkit.launch.emulation.control import with_rates_of_now
 from labkit.launch.emulation.emulation import Emulation
 from labkit.launch.emulation.links import links_of
