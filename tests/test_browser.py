@@ -261,7 +261,7 @@ def test_the_quickstart_moves_survives_a_reload_and_stops(lab: Lab, tab: Tab) ->
 
     page.reload()
     _wait_for_kernel(page)
-    _run_cell_with(page, "run this cell again after a page reload")
+    _run_cell_with(page, "Run this cell again after a page reload")
     again = _wait_for_steps(page, len(late), 90)
     if len(again) < 1900:  # not thinned yet: every step once, from the first on
         assert again == list(range(1, len(again) + 1))
@@ -345,7 +345,7 @@ def test_the_view_comes_back_after_a_kernel_restart_with_the_truth(lab: Lab, tab
     lab.api(f"kernels/{kernel['id']}/restart", "POST")
     _wait_for(lambda: run.read_status().state is RunState.KILLED, 20)
     done = len(run.history(0))
-    _run_cell_with(page, "run this cell again after a page reload")
+    _run_cell_with(page, "Run this cell again after a page reload")
     page.wait_for_selector(".js-plotly-plot .main-svg", timeout=RENDER_MS)
     assert _wait_for_steps(page, min(done, 1900) - 1)[-1] == run.history(0)[-1]["step"]
     assert "killed" in _status(page)

@@ -28,6 +28,7 @@ STRATEGIES = [
     ["sync.name=allreduce", "sync.bucket_bytes=300"],
     ["sync.name=hierarchical", "sync.chunk_bytes=300", "sync.num_senders=1"],
     ["sync.name=hierarchical", "sync.chunk_bytes=500", "sync.num_senders=2"],
+    ["sync.name=hierarchical", "sync.is_overlapped=false"],
     ["sync.name=parameter_server"],
     ["sync.name=hierarchical", "name=sharded"],
 ]
@@ -199,7 +200,7 @@ def _plain(strategy: list[str], num_nodes: int, per_node: int = 1) -> Experiment
     return from_overrides([*strategy, *plain, f"cluster={num_nodes}x{per_node}"])
 
 
-@pytest.mark.parametrize("strategy", [*(STRATEGIES[i] for i in (0, 1, 3)), PERIOD_ONE], ids=str)
+@pytest.mark.parametrize("strategy", [*(STRATEGIES[i] for i in (0, 1, 4)), PERIOD_ONE], ids=str)
 @pytest.mark.parametrize("shape", [(4, 1), (2, 2), (1, 4)])
 @pytest.mark.parametrize(
     ("grads", "right"),
@@ -229,7 +230,7 @@ def _unused_parameter(comm: Communicator, config: ExperimentConfig) -> list[floa
     return (before - model["idle"].weight.detach()).flatten().tolist()
 
 
-@pytest.mark.parametrize("strategy", [STRATEGIES[i] for i in (0, 1, 3)], ids=str)
+@pytest.mark.parametrize("strategy", [STRATEGIES[i] for i in (0, 1, 4)], ids=str)
 @pytest.mark.parametrize("shape", [(2, 1), (1, 2)])
 def test_a_parameter_that_only_one_worker_used_moves_on_all(
     strategy: list[str], shape: tuple[int, int]
@@ -255,7 +256,7 @@ def _frozen_and_shared(comm: Communicator, config: ExperimentConfig) -> tuple[bo
     return is_kept, [*frozen.flatten().tolist(), *model[1].weight.detach().flatten().tolist()]
 
 
-@pytest.mark.parametrize("strategy", [STRATEGIES[i] for i in (0, 1, 3)], ids=str)
+@pytest.mark.parametrize("strategy", [STRATEGIES[i] for i in (0, 1, 4)], ids=str)
 def test_frozen_and_shared_parameters_stay_so_and_agree(strategy: list[str]) -> None:
     results = run_workers(_frozen_and_shared, 4, _plain(strategy, 2, 2))
     assert all(result == (True, results[0][1]) for result in results)
@@ -291,7 +292,7 @@ def _state_crosses(comm: Communicator, one: ExperimentConfig, other: ExperimentC
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw", "lars"])
 @pytest.mark.parametrize("shape", ["1x1", "2x2", "1x3"])
-@pytest.mark.parametrize("second", [STRATEGIES[1], STRATEGIES[4]], ids=["arena", "sharded"])
+@pytest.mark.parametrize("second", [STRATEGIES[1], STRATEGIES[5]], ids=["arena", "sharded"])
 def test_a_checkpoint_of_one_strategy_can_be_resumed_under_another(
     optimizer: str, shape: str, second: list[str]
 ) -> None:

@@ -4,7 +4,6 @@ import os
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 from labkit.bench.emulated import check_links, measured, run_emulated
 from labkit.bench.harness import Report, interleave, ratios
 from labkit.cluster.placement import Placement, placements
-from labkit.comm import Communicator
+from labkit.comm import Communicator, resident_bytes
 from labkit.config import ClusterConfig, ExperimentConfig, from_overrides
 from labkit.launch.emulation import build
 from labkit.sync import Hierarchical, Strategy, build_strategy
@@ -253,7 +252,7 @@ def _add_server(report: Report, times: dict[str, list[float]]) -> None:
 
 def _memory(comm: Communicator, placement: Placement, config: ExperimentConfig) -> int:
     """Resident bytes of this worker's parameters, gradients and momentum; shared pages by their share."""
-    before = _resident_bytes()
+    before = resident_bytes() or 0
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(_WIDTH, _WIDTH, bias=False) for _ in range(_NUM_LAYERS)))
     strategy = _strategy(comm, config, model)
@@ -261,16 +260,9 @@ def _memory(comm: Communicator, placement: Placement, config: ExperimentConfig) 
     step()
     step()
     comm.barrier()
-    held = _resident_bytes() - before
+    held = (resident_bytes() or 0) - before
     comm.barrier()
     return held
-
-
-def _resident_bytes() -> int:
-    for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
-        if line.startswith("Pss:"):
-            return 1024 * int(line.split()[1])
-    raise RuntimeError("the kernel does not tell the proportional set size")
 
 
 def _add_memory(report: Report, run: Callable[..., list[Any]], cluster: ClusterConfig) -> None:

@@ -10,6 +10,7 @@ from labkit.comm.rendezvous import (
     interface_towards,
     join,
 )
+from labkit.comm.traffic import resident_bytes, sent_bytes
 
 __all__ = [
     "Arena",
@@ -27,4 +28,6 @@ __all__ = [
     "address_towards",
     "interface_towards",
     "join",
+    "resident_bytes",
+    "sent_bytes",
 ]

@@ -237,6 +237,7 @@ class HierarchicalConfig(Section):
     chunk_bytes: PositiveInt | None = Field(
         None, description="gradient bytes per collective between nodes; none: measured at the start"
     )
+    is_overlapped: bool = Field(True, description="chunks go out while back-propagation still runs")
     num_senders: PositiveInt | None = Field(
         None, description="workers per node that talk to other nodes; none: measured at the start"
     )

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from labkit.cluster.placement import Placement, local_batch_sizes, placements
-from labkit.comm import Communicator
+from labkit.comm import Communicator, resident_bytes, sent_bytes
 from labkit.config import ExperimentConfig
 from labkit.data.sampler import GlobalSampler, SamplerState, even_extent, own_part
 from labkit.engine import checkpoint, random_state
@@ -77,6 +77,7 @@ class Trainer:
         self.progress = Progress()
         self._step_began_at = 0.0
         self._batch_size = 0
+        self._sent_before: int | None = None
 
     def _place(self, model: nn.Module) -> nn.Module:
         model = model.to(self.device, self.dtype)
@@ -135,6 +136,7 @@ class Trainer:
             PeerError: another worker is gone.
         """
         self._say_start()
+        self._sent_before = sent_bytes()
         while self.progress.step < self.total_steps:
             totals = self.step_and_say()
             is_last = self.progress.step >= self.total_steps or totals.is_stop_wanted
@@ -146,7 +148,7 @@ class Trainer:
                 break
         if self.pace.remark():
             self.log.write("message", text=self.pace.remark())
-        self.log.write("end", step=self.progress.step)
+        self._say_end()
         return self.progress.step >= self.total_steps
 
     def step_and_say(self) -> StepTotals:
@@ -279,6 +281,15 @@ class Trainer:
             local_batch_size=self.local_batch_sizes[place.rank],
             total_steps=self.total_steps,
             start_step=self.progress.step,
+        )
+
+    def _say_end(self) -> None:
+        sent = sent_bytes() if self.placement.local_rank == 0 else None
+        self.log.write(
+            "end",
+            step=self.progress.step,
+            node_sent_bytes=None if sent is None or self._sent_before is None else sent - self._sent_before,
+            resident_bytes=resident_bytes(),
         )
 
     def _say_step(self, totals: StepTotals, data_s: float, samples: int) -> None:

@@ -78,7 +78,7 @@ def _line_traces(line: Line, pen: _Pen, name: str, place: str, end: int) -> list
 
 
 def _end_label(line: Line, pen: _Pen, name: str, place: str, end: int) -> Any:
-    value = newest(line)
+    value = line.last  # after a gap there is no end to write at; its cross says what happened
     at = [] if value is None else [end]
     return go.Scatter(
         x=at,
@@ -115,15 +115,16 @@ def split(series: Series) -> list[Any]:
     """Stacked bars over stretches of steps, one trace for each part."""
     bounds = step_bounds(series, _NUM_STRETCHES)
     pairs = list(zip(bounds, bounds[1:], strict=False))
+    heights = {part: stretch_means(series.line(f"perf/{part}_ms"), bounds) for part in PARTS}
     return [
         go.Bar(
             x=[(low + high - 1) / 2 for low, high in pairs],
             width=[(high - low) * 0.9 for low, high in pairs],
-            y=stretch_means(series.line(f"perf/{part}_ms"), bounds),
+            y=heights[part],
             text=[f"steps {low}-{high - 1}" if high - low > 1 else f"step {low}" for low, high in pairs],
             textposition="none",
             hovertemplate=f"%{{text}}: {_PART_STYLES[part][0]} %{{y:.2f}} ms<extra></extra>",
-            **_part_style(part),
+            **_part_style(part, has_legend=any(heights[part])),
         )
         for part in PARTS
     ]
@@ -139,17 +140,19 @@ def worker_bars(series: Series, has_legend: bool = True) -> list[Any]:
             y=[worker.label for worker in rows],
             x=[mean[part] for mean in means],
             hovertemplate=f"%{{y}}: {_PART_STYLES[part][0]} %{{x:.2f}} ms<extra></extra>",
-            **{**_part_style(part), "showlegend": has_legend},
+            **_part_style(part, has_legend=has_legend and any(mean[part] for mean in means)),
         )
         for part in PARTS
     ]
 
 
-def _part_style(part: str) -> dict[str, Any]:
+def _part_style(part: str, has_legend: bool) -> dict[str, Any]:
+    """Name, colour and pattern of a part; one that takes no time needs no legend."""
     name, color, pattern = _PART_STYLES[part]
     return {
         "name": name,
         "legendgroup": part,
+        "showlegend": has_legend,
         "marker": {
             "color": color,
             "pattern": {"shape": pattern, "size": 6, "solidity": 0.25, "fgcolor": "white", "bgcolor": color},
@@ -169,4 +172,4 @@ def _finite_from_end(line: Line) -> Iterator[int]:
 
 
 def _number(value: float) -> str:
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.2g}"

@@ -112,11 +112,11 @@ def overview(series: Series) -> go.Figure:
     panels = [
         _heading("Loss", _LEARNING),
         _heading("Throughput", _SPEED),
-        _heading("Time of a step", "mean over workers, without step 1"),
-        _heading("Time of a step, by worker", "mean over steps, without step 1"),
+        _heading("Time of a step", "mean over workers, no step 1"),
+        _heading("Time by worker · node", "mean over steps, no step 1"),
     ]
     figure = make_subplots(
-        rows=2, cols=2, subplot_titles=panels, horizontal_spacing=0.16, vertical_spacing=0.22
+        rows=2, cols=2, subplot_titles=panels, horizontal_spacing=0.2, vertical_spacing=0.22
     )
     _add(figure, _traces.learning(series, "loss"), row=1, col=1)
     _add(figure, _traces.speed(series), row=1, col=2)
@@ -130,7 +130,7 @@ def _style_overview(figure: go.Figure) -> None:
     _with_axes(figure, "step", "loss", row=1, col=1)
     _with_axes(figure, "step", "samples/s", is_from_zero=True, row=1, col=2)
     _with_axes(figure, "step", "ms", row=2, col=1)
-    _with_axes(figure, "ms per step", "worker · node", row=2, col=2)
+    _with_axes(figure, "ms per step", "", row=2, col=2)  # its heading names the workers
     figure.update_yaxes(autorange="reversed", row=2, col=2)
     figure.update_annotations(font={"size": 15}, align="left", xanchor="left")
     for annotation, axis in zip(figure.layout.annotations, ("", "2", "3", "4"), strict=True):
@@ -140,7 +140,7 @@ def _style_overview(figure: go.Figure) -> None:
         height=700,
         barmode="stack",
         bargap=0.15,
-        margin={"l": 70, "r": 90, "t": 70, "b": 95},
+        margin={"l": 60, "r": 80, "t": 70, "b": 95},
         legend=_LEGEND,
         uirevision="keep",
     )
@@ -148,8 +148,8 @@ def _style_overview(figure: go.Figure) -> None:
 
 # --- layout --------------------------------------------------------------------------------------
 
-_SPEED = "all workers, mean over stretches of steps"
-_LEARNING = "train: batch of each step; val: held-out samples"
+_SPEED = "all workers, mean over steps"
+_LEARNING = "train: each step, val: held out"
 _LEGEND = {
     "orientation": "h",
     "x": 0,

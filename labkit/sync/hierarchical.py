@@ -119,9 +119,11 @@ class Hierarchical:
             (start, end),
             self._share,
         )
-        self._gradients = flat.GradientRow(
-            self._spans, self._rows[self._topology.local_rank], self._reducer.fill
-        )
+        row = self._rows[self._topology.local_rank]
+        if config.is_overlapped:
+            self._gradients = flat.GradientRow(self._spans, row, self._reducer.fill)
+        else:
+            self._gradients = flat.GradientRow(self._spans, row)
         self._running = RunningStatistics(model, comm)
         self._node_s = self._reducer.node_s
 

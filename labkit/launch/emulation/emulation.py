@@ -134,9 +134,9 @@ class Emulation:
         return [*([self.user] if self.user is not None else []), *spaces.as_list()]
 
     def __str__(self) -> str:
-        right = "root" if self.user is None else "user namespace"
+        right = "as root" if self.user is None else "in a user namespace"
         what = f"standing cluster {self.name}, " if self.name else ""
         return (
             f"{what}{len(self.links)} emulated nodes: {describe(self.links)}; "
-            f"TCP {self.congestion}, by {right}"
+            f"TCP {self.congestion}, {right}"
         )

@@ -15,9 +15,11 @@ _MAX_NAME = 64  # of a host name
 PAYLOAD_SHARE = 1448 / 1514  # of a full frame; what is left over is headers
 _LATENCY_MS = 50
 
-# Rate in Mbit/s and token bucket in KiB that it needs; measured. A bucket must hold two 64 KiB segments as
-# TCP hands them down, or throughput halves; a larger one gives small messages more than the link's rate.
-_BURSTS_KIB = ((100.0, 64.0), (1000.0, 256.0), (2000.0, 512.0))
+# Rate in Mbit/s and token bucket in KiB that it needs; measured. A small bucket halves the throughput of a
+# fast link; a large one gives small messages more than the link's rate. None may be smaller than what TCP
+# hands down at once, 64 KiB and its headers: when a link under traffic is slowed down, such a piece may be
+# waiting already, and if it does not fit the new bucket it blocks the link for ever.
+_BURSTS_KIB = ((100.0, 80.0), (1000.0, 256.0), (2000.0, 512.0))
 
 
 @dataclass(frozen=True)
