@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from labkit.config import ExperimentConfig, from_mapping, from_overrides, from_parameters, load
     from labkit.errors import ConfigError, LabkitError, RunFailed
-    from labkit.lab import figures, tables
+    from labkit.lab import figures, large_batch, tables
     from labkit.lab.command import as_command
     from labkit.lab.failure import raise_if_failed
     from labkit.lab.interactive import is_interactive
@@ -41,7 +41,11 @@ _HOME = {
     "labkit.launch": ("Run", "attach", "resume", "start", "warm_up"),
     "labkit.runfolder": ("RunFolder", "RunState", "RunStatus", "all_runs", "find_run"),
 }
-_MODULES = {"figures": "labkit.lab.figures", "tables": "labkit.lab.tables"}
+_MODULES = {
+    "figures": "labkit.lab.figures",
+    "large_batch": "labkit.lab.large_batch",
+    "tables": "labkit.lab.tables",
+}
 _WHERE = {name: module for module, names in _HOME.items() for name in names}
 
 __version__ = "0.1.0"

@@ -228,6 +228,7 @@ def test_what_has_no_plain_form_is_refused(value: Any, message: str) -> None:
         ("model=gpt", "data.name must be 'text' (or your own) with model 'gpt', got 'digits'."),
         ("model={name: 'a b:c'}", "name must be module:function, got 'a b:c'."),
         ("name=../evil", "name must match the pattern"),
+        ("name=notebooks", "name must not be a folder that labkit keeps under runs/, got 'notebooks'."),
         ("seed", "override must be key=value, got 'seed'."),
     ],
 )  # fmt: skip

@@ -73,7 +73,14 @@ def test_a_nodes_own_rate_comes_before_the_clusters() -> None:
 
 
 def test_the_token_bucket_follows_the_measured_table() -> None:
-    assert [burst_bytes(rate) // 1024 for rate in (1, 100, 550, 1000, 2000, 4000)] == [80, 80, 168, 256, 512, 1024]
+    assert [burst_bytes(rate) // 1024 for rate in (1, 100, 550, 1000, 2000, 4000)] == [
+        80,
+        80,
+        168,
+        256,
+        512,
+        1024,
+    ]
 
 
 def test_a_rate_is_told_to_tc_in_whole_bits() -> None:
@@ -86,7 +93,10 @@ def test_a_rate_is_told_to_tc_in_whole_bits() -> None:
     ("cluster", "message"),
     [
         (_cluster(254), "cluster.nodes must be at most 253 to be emulated, one address each, got 254."),
-        (_cluster(2, mbit=1e-6), "up_mbit of node node0 must be 0.01 to 100000 Mbit/s, which tc can shape, got 1e-06."),
+        (
+            _cluster(2, mbit=1e-6),
+            "up_mbit of node node0 must be 0.01 to 100000 Mbit/s, which tc can shape, got 1e-06.",
+        ),
         (_cluster(2, mbit=1e9), "which tc can shape, got 1e+09."),
         (load_cluster({"nodes": [{"name": "n" * 65, "workers": 1}]}), "must have at most 64 characters"),
     ],
@@ -212,8 +222,12 @@ def test_a_link_carries_its_rate_and_no_more(netns: None, mbit: float) -> None:
 
 
 def best_ratio(emulation: Emulation, *ends: str) -> float:
-    """Nearest to the limit of three tries: other work on the machine can only slow a transfer down."""
-    return min((calibrate(emulation, *ends).ratio for _ in range(3)), key=lambda ratio: abs(ratio - 1))
+    """Reached over possible; tried again when other work on the machine slowed a transfer down."""
+    for _ in range(4):
+        ratio = calibrate(emulation, *ends).ratio
+        if abs(ratio - 1) < 0.05:
+            break
+    return ratio
 
 
 @emulated
@@ -221,12 +235,16 @@ def test_up_and_down_are_shaped_apart(netns: None) -> None:
     cluster = load_cluster(
         {
             "link_mbit": 1000,
-            "nodes": [{"name": "a", "workers": 1}, {"name": "b", "workers": 1, "up_mbit": 100, "down_mbit": 300}],
+            "nodes": [
+                {"name": "a", "workers": 1},
+                {"name": "b", "workers": 1, "up_mbit": 100, "down_mbit": 300},
+            ],
         }
     )
     with build(cluster) as emulation:
-        assert calibrate(emulation, "a", "b").mbit == pytest.approx(0.956 * 300, rel=0.05)
-        assert calibrate(emulation, "b", "a").mbit == pytest.approx(0.956 * 100, rel=0.05)
+        for ends, mbit in ((("a", "b"), 300), (("b", "a"), 100)):
+            assert best_ratio(emulation, *ends) == pytest.approx(1.0, abs=0.05)
+            assert calibrate(emulation, *ends).limit_mbit == pytest.approx(0.956 * mbit, rel=1e-3)
 
 
 @emulated
@@ -236,14 +254,17 @@ def test_a_link_changes_under_way_and_says_how_it_stands(four: Emulation, tmp_pa
     state = link_state(four, "node1")
     assert (state.up_mbit, state.down_mbit, state.is_cut) == (None, 200.0, False)
     assert best_ratio(four, "node0", "node1") == pytest.approx(1.0, abs=0.05)
-    assert calibrate(four, "node0", "node1").mbit == pytest.approx(0.956 * 200, rel=0.05)
+    assert calibrate(four, "node0", "node1").limit_mbit == pytest.approx(0.956 * 200, rel=1e-3)
     cut_link(four, "node1")
     assert four.cut_nodes() == ["node1"]
     heal_link(four, "node1")
-    assert link_state(four, "node1") == link_state(four, "node1")
     assert link_state(four, "node1").down_mbit == 200.0 and four.cut_nodes() == []
     said = [line[9:] for line in four.log.read_text().splitlines()]
-    assert said == ["link of node1 set to unshaped up, 200 Mbit/s down", "link of node1 cut", "link of node1 healed"]
+    assert said == [
+        "link of node1 set to unshaped up, 200 Mbit/s down",
+        "link of node1 cut",
+        "link of node1 healed",
+    ]
 
 
 @emulated
@@ -286,8 +307,12 @@ def test_what_is_let_go_of_is_gone(netns: None) -> None:
 @emulated
 def test_a_failed_build_leaves_nothing_open(netns: None, monkeypatch: pytest.MonkeyPatch) -> None:
     before = len(os.listdir("/proc/self/fd"))
-    monkeypatch.setattr("labkit.launch.emulation.builder.shape_command", lambda device, rate: "qdisc nonsense")
-    with pytest.raises(ConfigError, match="links must be ones that `tc` accepts, got: .*launch.is_emulated=false"):
+    monkeypatch.setattr(
+        "labkit.launch.emulation.builder.shape_command", lambda device, rate: "qdisc nonsense"
+    )
+    with pytest.raises(
+        ConfigError, match="links must be ones that `tc` accepts, got: .*launch.is_emulated=false"
+    ):
         build(_cluster(3))
     assert len(os.listdir("/proc/self/fd")) == before
 
@@ -664,7 +689,9 @@ def test_bad_input_is_refused_before_anything_starts(runs: Path, overrides: list
 
 def test_real_machines_are_not_emulated(runs: Path) -> None:
     with pytest.raises(ConfigError, match="launch.is_emulated must be false with a rendezvous"):
-        labkit.start(labkit.from_overrides([*FAST, "cluster=2x1"]), rendezvous="127.0.0.1:29400", node="node0")
+        labkit.start(
+            labkit.from_overrides([*FAST, "cluster=2x1"]), rendezvous="127.0.0.1:29400", node="node0"
+        )
 
 
 # --- clusters that stand by themselves ---------------------------------------------------------------------------
@@ -690,7 +717,10 @@ def test_a_standing_cluster_is_shown_changed_and_taken_down(
 ) -> None:
     (shown,) = _json_of(capsys, "cluster", "status", "--json")  # type: ignore[misc]
     assert shown["name"] == "mine"
-    assert [(link["node"], link["up_mbit"]) for link in shown["links"]] == [("node0", 100.0), ("node1", 100.0)]
+    assert [(link["node"], link["up_mbit"]) for link in shown["links"]] == [
+        ("node0", 100.0),
+        ("node1", 100.0),
+    ]
     changed = _json_of(capsys, "cluster", "link", "node1", "--up", "5", "--json")
     assert (changed["up_mbit"], changed["down_mbit"]) == (5.0, 100.0)  # type: ignore[index]
     cut = _json_of(capsys, "cluster", "link", "node1", "--cut", "--cluster", "mine", "--json")
@@ -736,10 +766,16 @@ def test_a_killed_holder_leaves_nothing_standing(standing_cluster: str, runs: Pa
         (["down", "min"], "cluster must be one that stands, got 'min'. Did you mean 'mine'?"),
         (["down"], "what to take down must be names or --all"),
         (["link", "nod1"], "node must be one of node0, node1, got 'nod1'"),
-        (["link", "node1", "--cut", "--mbit", "5"], "change of a link must be one of a rate, --cut and --heal"),
+        (
+            ["link", "node1", "--cut", "--mbit", "5"],
+            "change of a link must be one of a rate, --cut and --heal",
+        ),
         (["link", "node1", "--mbit", "1e-9"], "up_mbit of node node1 must be 0.01 to 100000"),
         (["link", "node1", "--run", "latest"], "run must be a run folder"),
-        (["link", "node1", "--run", "x", "--cluster", "mine"], "where the link is must be --cluster or --run"),
+        (
+            ["link", "node1", "--run", "x", "--cluster", "mine"],
+            "where the link is must be --cluster or --run",
+        ),
     ],
 )
 def test_bad_words_are_refused_in_one_line(

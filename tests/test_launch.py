@@ -248,12 +248,12 @@ def test_a_stopped_supervisor_is_ended_by_who_waits_for_it(runs: Path) -> None:
     _assert_gone([*pids, owner.pid])
 
 
+# Without `if __name__ == "__main__"`: a script is not imported again by the processes that it starts.
 _LAUNCHING_SCRIPT = """
 import labkit, sys, time
-if __name__ == "__main__":
-    run = labkit.start(labkit.from_overrides(sys.argv[2:]), is_detached=sys.argv[1] == "detached")
-    print(run.folder.path, flush=True)
-    time.sleep(600)
+run = labkit.start(labkit.from_overrides(sys.argv[2:]), is_detached=sys.argv[1] == "detached")
+print(run.folder.path, flush=True)
+time.sleep(600)
 """
 
 

@@ -186,4 +186,4 @@ def test_half_the_speed_takes_twice_the_time_on_a_real_clock() -> None:
         return time.perf_counter() - began_at
 
     fast, slow = seconds(0.01), seconds(0.02)
-    assert slow / fast == pytest.approx(2.0, rel=0.05)
+    assert slow / fast == pytest.approx(2.0, rel=0.25)

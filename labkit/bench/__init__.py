@@ -7,6 +7,7 @@ from labkit.bench.harness import Report
 from labkit.errors import ConfigError, did_you_mean
 
 BENCHMARKS = {
+    "lars": "the cost of a step of LARS against SGD and another LARS; accuracy at a large batch",
     "overhead": "what a run costs beside its training: start, events, tracking, all-reduce against DDP",
     "shm": "gradients summed inside a node: shared memory against gloo and against the memory itself",
     "sync": "two-level synchronisation on an emulated 4x4 cluster: against the wire, gloo, DDP, a server",

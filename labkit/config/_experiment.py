@@ -418,6 +418,15 @@ class ExperimentConfig(Section):
     launch: LaunchConfig = LaunchConfig()
     seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(0, description="of every random stream")
 
+    @field_validator("name")
+    @classmethod
+    def _name_is_free(cls, name: str) -> str:
+        if name in ("artifacts", "clusters", "modules", "notebooks"):
+            raise ValueError(
+                f"name must not be a folder that labkit keeps under runs/, got {name!r}. Choose another."
+            )
+        return name
+
     @model_validator(mode="after")
     def _batches_fit(self) -> "ExperimentConfig":
         total = self.engine.global_batch_size

@@ -4,12 +4,14 @@ The server is a child of whoever launches (a notebook kernel, the command line);
 from it and outlive it. It never initialises CUDA, so what is forked from it may.
 """
 
+import contextlib
 import multiprocessing
 import os
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+import types
+from collections.abc import Callable, Iterator
 from multiprocessing import forkserver as _forkserver
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
@@ -51,7 +53,7 @@ def start_daemon(function: Callable[..., None], *arguments: Any) -> Any:
         LabkitError: what it raised before it replied.
     """
     mine, theirs = multiprocessing.Pipe(duplex=False)
-    with _lock:
+    with _lock, _main_module_kept_out():
         environment = dict(os.environ)
         process = _context().Process(target=_fork_away, args=(theirs, function, arguments, environment))
         process.start()
@@ -67,6 +69,21 @@ def start_daemon(function: Callable[..., None], *arguments: Any) -> Any:
     if not is_good:
         raise value
     return value
+
+
+@contextlib.contextmanager
+def _main_module_kept_out() -> Iterator[None]:
+    """Keep the standard library from importing the launching script again in the new process.
+
+    Nothing that we send lives there, and a script that starts a run without asking
+    `__name__ == "__main__"` would start it again.
+    """
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
 
 
 def _fork_away(

@@ -17,7 +17,7 @@ from labkit.launch.code import code_digests, copy_code, user_modules
 from labkit.launch.environment import describe_environment
 from labkit.launch.forkserver import start_daemon
 from labkit.launch.handle import Run
-from labkit.launch.reap import reap
+from labkit.launch.reap import reap, status_lock
 from labkit.runfolder import (
     ProcessId,
     RunError,
@@ -175,7 +175,7 @@ def resume(folder: RunFolder, overrides: Sequence[str] = (), *, is_detached: boo
     with _locked(folder.path.parent):
         status = reap(folder)
         _refuse_if_busy(folder, status)
-        if status.state is RunState.FINISHED and changed == config:
+        if status.state is RunState.FINISHED and (changed == config or _is_behind(folder, changed)):
             raise ConfigError(
                 f"run must have something left to do, got {folder.key}, which has finished. Give more, "
                 f"for example engine.num_epochs={config.engine.num_epochs * 2}."
@@ -183,6 +183,16 @@ def resume(folder: RunFolder, overrides: Sequence[str] = (), *, is_detached: boo
         folder.write_config(changed)
         _claim(folder, status.model_copy(update={"attempt": status.attempt + 1}))
     return _hand_over(folder, folder.key, None if is_detached else ProcessId.current(), None, None)
+
+
+def _is_behind(folder: RunFolder, config: ExperimentConfig) -> bool:
+    """A finished run has done as much as a configuration asks for, or more."""
+    done = folder.history(0)
+    if not done:
+        return False
+    limit = config.engine.max_steps
+    is_long_enough = done[-1]["epoch"] >= config.engine.num_epochs
+    return is_long_enough or (limit is not None and done[-1]["step"] >= limit)
 
 
 def _choose_folder(parent: Path, key: str, *, is_repeat: bool) -> tuple[RunFolder, bool]:
@@ -210,20 +220,18 @@ def _claim(folder: RunFolder, status: RunStatus) -> None:
     """Mark the run as ours until the supervisor takes over."""
     for path in (folder.stop_file, *folder.alive_dir.glob("rank*")):
         path.unlink(missing_ok=True)
-    folder.write_status(
-        status.model_copy(
-            update={
-                "state": RunState.PLANNED,
-                "owner": ProcessId.current(),
-                "created_at": status.created_at or time.time(),
-                "started_at": None,
-                "ended_at": None,
-                "error": None,
-                "workers": (),
-                "num_restarts": 0,
-            }
-        )
-    )
+    ours = {
+        "state": RunState.PLANNED,
+        "owner": ProcessId.current(),
+        "created_at": status.created_at or time.time(),
+        "started_at": None,
+        "ended_at": None,
+        "error": None,
+        "workers": (),
+        "num_restarts": 0,
+    }
+    with status_lock(folder):  # not while somebody reaps it
+        folder.write_status(status.model_copy(update=ours))
 
 
 def _hand_over(

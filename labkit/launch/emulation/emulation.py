@@ -137,6 +137,5 @@ class Emulation:
         right = "as root" if self.user is None else "in a user namespace"
         what = f"standing cluster {self.name}, " if self.name else ""
         return (
-            f"{what}{len(self.links)} emulated nodes: {describe(self.links)}; "
-            f"TCP {self.congestion}, {right}"
+            f"{what}{len(self.links)} emulated nodes: {describe(self.links)}; TCP {self.congestion}, {right}"
         )

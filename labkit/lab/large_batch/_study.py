@@ -1,123 +1,20 @@
-"""What a large batch costs at equal epochs: SGD against LARS, with equal budgets for their learning rates."""
+"""The runs of a study of large batches, and how their learning rates are found."""
 
-import json
 import math
-import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 from labkit.config import DigitsConfig, ExperimentConfig, from_overrides, from_parameters
 from labkit.errors import ConfigError
-from labkit.lab.report import Verdict
+from labkit.lab.large_batch._result import METHODS, RULES, Result, Row, Score, Tuning
 from labkit.lab.run_all import run_all
 from labkit.launch import Run
-from labkit.optim.schedule import scaled_learning_rate
-from labkit.runfolder import runs_root, write_atomically
-
-METHODS = {"sgd": "SGD", "lars": "LARS"}
-RULES = {"scaled": "rate scaled linearly", "tuned": "rate tuned at each batch size"}
 
 _NUM_DIGITS = 1797
 _FIRST_TUNING_SEED = 1000  # beyond the seeds of the comparison
 _NEVER = 1_000_000_000  # steps: evaluated and saved at the end alone
-
-
-@dataclass(frozen=True)
-class Score:
-    """What runs of one configuration reached on the held-out samples, one entry for each seed."""
-
-    accuracies: tuple[float, ...]
-    losses: tuple[float, ...]
-
-    @property
-    def accuracy(self) -> float:
-        """Mean over seeds."""
-        return statistics.fmean(self.accuracies)
-
-    @property
-    def loss(self) -> float:
-        """Mean over seeds; infinite when a run has diverged."""
-        return statistics.fmean(self.losses)
-
-    @property
-    def standard_error(self) -> float:
-        """Of the mean accuracy; 0 for one seed."""
-        count = len(self.accuracies)
-        return statistics.stdev(self.accuracies) / math.sqrt(count) if count > 1 else 0.0
-
-
-@dataclass(frozen=True)
-class Tuning:
-    """What each rate reached.
-
-    Attributes:
-        scores: By method, batch size and rate.
-    """
-
-    scores: Mapping[tuple[str, int, float], Score]
-
-    @property
-    def batch_sizes(self) -> list[int]:
-        """Tried batch sizes, rising."""
-        return sorted({batch for _, batch, _ in self.scores})
-
-    def rates(self, method: str) -> list[float]:
-        """Tried rates of a method, rising."""
-        return sorted({rate for own, _, rate in self.scores if own == method})
-
-    def best(self, method: str, batch: int) -> float:
-        """The rate of the highest mean accuracy, of equals the one of the lowest loss."""
-        scores = {rate: self.scores[method, batch, rate] for rate in self.rates(method)}
-        return max(scores, key=lambda rate: (scores[rate].accuracy, -scores[rate].loss))
-
-    def scaled(self, method: str, batch: int) -> float:
-        """The best rate of the smallest batch, scaled linearly."""
-        base = self.batch_sizes[0]
-        return scaled_learning_rate(self.best(method, base), base, batch)
-
-
-@dataclass(frozen=True)
-class Row:
-    """One point of the comparison.
-
-    Attributes:
-        method: `sgd` or `lars`.
-        rule: How the rate was found: `scaled` or `tuned`.
-        batch: Samples per update.
-        rate: Peak learning rate.
-        score: What it reached, by seed.
-    """
-
-    method: str
-    rule: str
-    batch: int
-    rate: float
-    score: Score
-
-
-@dataclass(frozen=True)
-class Result:
-    """The comparison: every method, rule and batch size."""
-
-    rows: tuple[Row, ...]
-    num_epochs: int
-
-    @property
-    def batch_sizes(self) -> list[int]:
-        """Compared batch sizes, rising."""
-        return sorted({row.batch for row in self.rows})
-
-    def row(self, method: str, rule: str, batch: int) -> Row:
-        """One point."""
-        return next(r for r in self.rows if (r.method, r.rule, r.batch) == (method, rule, batch))
-
-    def gaps(self, rule: str) -> list[float]:
-        """Accuracy of LARS minus that of SGD at the largest batch, by seed."""
-        lars, sgd = (self.row(method, rule, self.batch_sizes[-1]).score for method in ("lars", "sgd"))
-        return [a - b for a, b in zip(lars.accuracies, sgd.accuracies, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -154,17 +51,18 @@ class Study:
         Raises:
             ConfigError: an unknown name, a bad value, or unequal numbers of rates.
         """
-        own = ("batch_sizes", "sgd_rates", "lars_rates", *_NUMBERS, "trust_coefficient", "num_samples")
+        own = {name: namespace[name] for name in (*_OWN, *_OPTIONAL) if name in namespace}
+        for name in set(_OWN) - set(own):
+            raise ConfigError(f"{name} must be given, got nothing. Add it to the parameters cell.")
         others = {name: value for name, value in namespace.items() if name not in own}
         quiet = {"engine.eval_every_steps": _NEVER, "engine.checkpoint_every_steps": _NEVER}
         base = from_parameters(others, defaults=quiet)
         study = cls(
             base=base,
-            batch_sizes=tuple(int(size) for size in namespace["batch_sizes"]),
-            rates={name: tuple(float(rate) for rate in namespace[f"{name}_rates"]) for name in METHODS},
-            trust_coefficient=namespace["trust_coefficient"],
-            num_samples=_num_samples(base, namespace.get("num_samples")),
-            **{name: namespace[name] for name in _NUMBERS},
+            batch_sizes=tuple(int(size) for size in own.pop("batch_sizes")),
+            rates={name: tuple(float(rate) for rate in own.pop(f"{name}_rates")) for name in METHODS},
+            num_samples=_num_samples(base, own.pop("num_samples", None)),
+            **own,
         )
         study._check()
         return study
@@ -264,7 +162,17 @@ class Study:
         return [_score(runs[i : i + len(seeds)]) for i in range(0, len(runs), len(seeds))]
 
 
-_NUMBERS = ("warmup_epochs", "num_seeds", "num_tuning_seeds", "num_at_once")
+_OWN = (
+    "batch_sizes",
+    "sgd_rates",
+    "lars_rates",
+    "trust_coefficient",
+    "warmup_epochs",
+    "num_seeds",
+    "num_tuning_seeds",
+    "num_at_once",
+)
+_OPTIONAL = ("num_samples",)
 
 
 def _num_samples(base: ExperimentConfig, given: int | None) -> int:
@@ -310,70 +218,3 @@ def _score(runs: Sequence[Run]) -> Score:
         tuple(final["val/accuracy"] or 0.0 for final in finals),
         tuple(math.inf if loss is None else loss for loss in losses),
     )
-
-
-# --- verdict ---------------------------------------------------------------------------------------
-
-
-def verdict(result: Result) -> Verdict:
-    """Whether LARS is ahead at the largest batch, by more than twice the standard error of the difference."""
-    batch, base = result.batch_sizes[-1], result.batch_sizes[0]
-    lead, error = _lead(result, "tuned")
-    text = (
-        f"At {batch} samples per update and {result.num_epochs} epochs, each rate tuned there, "
-        f"{_compared(result, 'tuned', batch)}: {_judged(lead, error)}. With the rate scaled linearly from "
-        f"{base}, {_compared(result, 'scaled', batch)}: {_judged(*_lead(result, 'scaled'))}. "
-        f"At {base} samples, {_compared(result, 'tuned', base)}."
-    )
-    return Verdict(text, lead > 2 * error, time.time())
-
-
-def _lead(result: Result, rule: str) -> tuple[float, float]:
-    """Mean accuracy of LARS minus SGD's at the largest batch, and the standard error of that."""
-    scores = [result.row(method, rule, result.batch_sizes[-1]).score for method in ("lars", "sgd")]
-    return scores[0].accuracy - scores[1].accuracy, math.hypot(*(score.standard_error for score in scores))
-
-
-def _compared(result: Result, rule: str, batch: int) -> str:
-    lars, sgd = (result.row(method, rule, batch).score.accuracy for method in ("lars", "sgd"))
-    return f"LARS reaches {lars:.4f} and SGD {sgd:.4f}"
-
-
-def _judged(lead: float, error: float) -> str:
-    if abs(lead) <= 2 * error or lead == 0:
-        return f"no difference that {2 * 100 * error:.1f} points of seed noise would not explain"
-    return f"LARS {'leads' if lead > 0 else 'trails'} by {abs(100 * lead):.1f} points"
-
-
-def record(study: Study, tuning: Tuning, result: Result) -> Verdict:
-    """Write all numbers and the verdict to `large_batch.json` in the experiment's folder under `runs/`.
-
-    Returns:
-        The verdict, to show as the cell's value.
-    """
-    final = verdict(result)
-    content = {
-        "verdict": asdict(final),
-        "study": str(study),
-        "comparison": [asdict(row) for row in result.rows],
-        "tuning": [
-            {"method": method, "batch": batch, "rate": rate, "score": asdict(score)}
-            for (method, batch, rate), score in tuning.scores.items()
-        ],
-    }
-    text = json.dumps(_without_infinities(content), indent=1, allow_nan=False)
-    write_atomically(record_file(study.base.name), text)
-    return final
-
-
-def record_file(name: str) -> Path:
-    """Where `record` writes."""
-    return runs_root() / name / "large_batch.json"
-
-
-def _without_infinities(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _without_infinities(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_without_infinities(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
