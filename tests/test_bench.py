@@ -41,6 +41,6 @@ def test_a_report_says_median_spread_and_whether_the_aim_is_met() -> None:
 
 def test_refuses_an_unknown_benchmark() -> None:
     with pytest.raises(
-        ConfigError, match="benchmark must be one of overhead, got 'overhed'. Did you mean 'overhead'?"
+        ConfigError, match=r"benchmark must be one of .*, got 'overhed'. Did you mean 'overhead'\?"
     ):
         run_benchmark("overhed", print)

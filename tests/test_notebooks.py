@@ -12,12 +12,14 @@ import nbformat
 import pytest
 
 from labkit.config import from_parameters
+from labkit.lab.large_batch import Study
 from labkit.lab.show import PLOTLY_MIME
 from labkit.runfolder import RunFolder, RunState, all_runs
 
 FOLDER = Path(__file__).parent.parent / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 MAX_KB = 300
+STUDIES: dict[str, Any] = {"04_large_batch.ipynb": Study.from_parameters}  # of several runs
 
 
 def _read(path: Path) -> Any:
@@ -76,7 +78,7 @@ def test_parameters_are_annotated_literals_that_each_say_what_they_are(path: Pat
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
 def test_the_default_parameters_are_an_experiment(path: Path) -> None:
-    from_parameters(_parameters(path))
+    STUDIES.get(path.name, from_parameters)(_parameters(path))
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
@@ -95,7 +97,9 @@ def test_a_notebook_asks_one_question_and_holds_no_library_code(path: Path) -> N
 # --- run by plain papermill ------------------------------------------------------------------------------
 
 
-def _papermill(notebook: str, runs: Path, cwd: Path, *parameters: str) -> tuple[int, str, Any]:
+def _papermill(
+    notebook: str, runs: Path, cwd: Path, *parameters: str, yaml: str = "{}"
+) -> tuple[int, str, Any]:
     """Run a notebook from `cwd`; exit code, what papermill said, the executed notebook."""
     out = cwd / "out.ipynb"
     pairs = [part for text in parameters for part in ("-p", *text.split("=", 1))]
@@ -107,6 +111,8 @@ def _papermill(notebook: str, runs: Path, cwd: Path, *parameters: str) -> tuple[
         str(out),
         "--no-progress-bar",
         *pairs,
+        "-y",
+        yaml,
     ]
     environment = {**os.environ, "LABKIT_RUNS": str(runs)}
     done = subprocess.run(

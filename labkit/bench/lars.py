@@ -26,11 +26,10 @@ _STUDY = {
     "sgd_rates": [0.1, 0.2, 0.5],
     "lars_rates": [1.0, 2.0, 5.0],
     "trust_coefficient": 0.02,
-    "weight_decay": 1e-4,
     "num_tuning_seeds": 2,
     "num_seeds": 5,
     "num_at_once": 1,
-    "overrides": {"data.num_val": 597, "launch.is_tracked": False},
+    "overrides": {"data.num_val": 597, "optimizer.weight_decay": 1e-4, "launch.is_tracked": False},
 }
 
 

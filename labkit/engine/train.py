@@ -77,7 +77,7 @@ class Trainer:
         self.progress = Progress()
         self._step_began_at = 0.0
         self._batch_size = 0
-        self._sent_before: int | None = None
+        self._sent_in_steps: int | None = None
 
     def _place(self, model: nn.Module) -> nn.Module:
         model = model.to(self.device, self.dtype)
@@ -136,10 +136,12 @@ class Trainer:
             PeerError: another worker is gone.
         """
         self._say_start()
-        self._sent_before = sent_bytes()
+        sent_before = self._node_sent_bytes()
         while self.progress.step < self.total_steps:
             totals = self.step_and_say()
             is_last = self.progress.step >= self.total_steps or totals.is_stop_wanted
+            if is_last and sent_before is not None:
+                self._sent_in_steps = (self._node_sent_bytes() or 0) - sent_before
             if is_last or self._is_due(self.config.engine.eval_every_steps):
                 self.evaluate()
             if is_last or self._is_due(self.config.engine.checkpoint_every_steps):
@@ -283,12 +285,15 @@ class Trainer:
             start_step=self.progress.step,
         )
 
+    def _node_sent_bytes(self) -> int | None:
+        """What the node has sent so far; its first worker tells for all of them."""
+        return sent_bytes() if self.placement.local_rank == 0 else None
+
     def _say_end(self) -> None:
-        sent = sent_bytes() if self.placement.local_rank == 0 else None
         self.log.write(
             "end",
             step=self.progress.step,
-            node_sent_bytes=None if sent is None or self._sent_before is None else sent - self._sent_before,
+            node_sent_bytes=self._sent_in_steps,
             resident_bytes=resident_bytes(),
         )
 

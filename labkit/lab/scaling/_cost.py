@@ -1,0 +1,86 @@
+"""What a strategy must send, and how long that takes at the least: closed forms, checked against counters."""
+
+from labkit.config import (
+    ClusterConfig,
+    ExperimentConfig,
+    HierarchicalConfig,
+    LocalSgdConfig,
+    ParameterServerConfig,
+)
+
+PAYLOAD_SHARE = 0.956
+"""Part of a link's rate that TCP can use: 1448 of the 1514 bytes of a full Ethernet frame."""
+
+
+def sent_bytes(config: ExperimentConfig, model_bytes: float) -> list[float]:
+    """Bytes that each node sends over its link per step, by the strategy's formula.
+
+    N nodes, W workers, R of them on a node, M bytes of gradients: `hierarchical` 2 (N-1)/N M (half of it in
+    bfloat16), `allreduce` 2 (W-1)/W M, since its ring passes every node once; `parameter_server` R M from
+    every node but the server's, which sends W - R models; `local_sgd` what `allreduce` sends, for parameters
+    and averaged momentum, once every period.
+
+    Args:
+        config: Strategy, cluster and optimizer.
+        model_bytes: Bytes of all gradients in the type of the parameters.
+
+    Returns:
+        One number for each node; shape (N,).
+    """
+    counts = [len(node.workers) for node in config.cluster.nodes]
+    num_nodes, num_workers, sync = len(counts), sum(counts), config.sync
+    if num_nodes == 1:
+        return [0.0]
+    if isinstance(sync, ParameterServerConfig):
+        return [model_bytes * (num_workers - counts[0]), *(model_bytes * count for count in counts[1:])]
+    if isinstance(sync, HierarchicalConfig):
+        width = 0.5 if sync.wire == "bfloat16" else 1.0
+        return [2 * (num_nodes - 1) / num_nodes * model_bytes * width] * num_nodes
+    ring_bytes = 2 * (num_workers - 1) / num_workers * model_bytes
+    if isinstance(sync, LocalSgdConfig):
+        ring_bytes *= (1 + _num_averaged_states(config, sync)) / sync.period_steps
+    return [ring_bytes] * num_nodes
+
+
+def _num_averaged_states(config: ExperimentConfig, sync: LocalSgdConfig) -> int:
+    if sync.momentum == "kept":
+        return 0
+    if config.optimizer.name == "adamw":
+        return 2
+    return int(config.optimizer.momentum > 0)
+
+
+def wire_s(config: ExperimentConfig, model_bytes: float) -> float:
+    """The shortest time per step that a strategy's bytes take on the slowest link, in seconds.
+
+    A node sends while it receives; only the flat server can't, since it answers when it has everything.
+    """
+    mbit = slowest_mbit(config.cluster)
+    if mbit is None:
+        return 0.0
+    ways = 2 if isinstance(config.sync, ParameterServerConfig) else 1
+    return ways * max(sent_bytes(config, model_bytes)) * 8 / (PAYLOAD_SHARE * mbit * 1e6)
+
+
+def bound_s(config: ExperimentConfig, model_bytes: float) -> float:
+    """The shortest time in which N nodes can sum M bytes: 2 (N-1)/N M over the link's rate, in seconds.
+
+    References:
+        Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms for clusters of workstations, 2009.
+    """
+    two_levels = config.model_copy(update={"sync": HierarchicalConfig()})
+    return wire_s(two_levels, model_bytes)
+
+
+def slowest_mbit(cluster: ClusterConfig) -> float | None:
+    """The lowest rate of any link, Mbit/s; None when no link has a limit, or there is one node alone."""
+    if len(cluster.nodes) == 1:
+        return None
+    rates = [rate or cluster.link_mbit for node in cluster.nodes for rate in (node.up_mbit, node.down_mbit)]
+    return min((rate for rate in rates if rate), default=None)
+
+
+def shape_text(cluster: ClusterConfig) -> str:
+    """`4x2` for four nodes of two workers, `1+3+4` for unequal ones."""
+    counts = [len(node.workers) for node in cluster.nodes]
+    return f"{len(counts)}x{counts[0]}" if len(set(counts)) == 1 else "+".join(map(str, counts))
