@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from labkit.config import ExperimentConfig, from_mapping, from_overrides, from_parameters, load
     from labkit.errors import ConfigError, LabkitError, RunFailed
-    from labkit.lab import figures, large_batch, tables
+    from labkit.lab import figures, large_batch, scaling, tables
     from labkit.lab.command import as_command
     from labkit.lab.failure import raise_if_failed
     from labkit.lab.interactive import is_interactive
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from labkit.lab.series import read_series
     from labkit.lab.show import show
     from labkit.lab.stretches import time_shares
+    from labkit.lab.timeline import timeline, timeline_table
+    from labkit.lab.trace import write_trace
     from labkit.lab.widgets.dashboard import Dashboard
     from labkit.lab.widgets.form import Form
     from labkit.launch import Run, attach, resume, start, warm_up
@@ -36,6 +38,8 @@ _HOME = {
     "labkit.lab.series": ("read_series",),
     "labkit.lab.show": ("show",),
     "labkit.lab.stretches": ("time_shares",),
+    "labkit.lab.timeline": ("timeline", "timeline_table"),
+    "labkit.lab.trace": ("write_trace",),
     "labkit.lab.widgets.dashboard": ("Dashboard",),
     "labkit.lab.widgets.form": ("Form",),
     "labkit.launch": ("Run", "attach", "resume", "start", "warm_up"),
@@ -44,6 +48,7 @@ _HOME = {
 _MODULES = {
     "figures": "labkit.lab.figures",
     "large_batch": "labkit.lab.large_batch",
+    "scaling": "labkit.lab.scaling",
     "tables": "labkit.lab.tables",
 }
 _WHERE = {name: module for module, names in _HOME.items() for name in names}

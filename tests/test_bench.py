@@ -1,10 +1,11 @@
 """Benchmarks interleave their sides and report medians with their spread, as one JSON line."""
 
+import importlib.util
 import json
 
 import pytest
 
-from labkit.bench import run_benchmark
+from labkit.bench import lars, run_benchmark
 from labkit.bench.harness import Report, interleave, ratios
 from labkit.errors import ConfigError
 
@@ -44,3 +45,17 @@ def test_refuses_an_unknown_benchmark() -> None:
         ConfigError, match=r"benchmark must be one of .*, got 'overhed'. Did you mean 'overhead'\?"
     ):
         run_benchmark("overhed", print)
+
+
+@pytest.mark.slow
+def test_bench_lars_measures_its_steps_and_says_when_the_peer_is_missing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(lars, "_REPEATS", 3)
+    assert sum(parameter.numel() for parameter in lars._network()) == 25_557_032  # ResNet-50's
+    report = Report("lars")
+    lars._steps(report)
+    is_there = importlib.util.find_spec("pytorch_optimizer") is not None
+    assert ("vs_peer" in report.figures) == is_there
+    assert any("pytorch-optimizer is missing" in note for note in report.notes) != is_there
+    assert 0.1 < report.figures["step_vs_sgd"] < 10 and report.figures["over_memory_bound"] > 0.1

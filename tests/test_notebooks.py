@@ -12,14 +12,17 @@ import nbformat
 import pytest
 
 from labkit.config import from_parameters
-from labkit.lab.large_batch import Study
+from labkit.lab import large_batch, scaling
 from labkit.lab.show import PLOTLY_MIME
 from labkit.runfolder import RunFolder, RunState, all_runs
 
 FOLDER = Path(__file__).parent.parent / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 MAX_KB = 300
-STUDIES: dict[str, Any] = {"04_large_batch.ipynb": Study.from_parameters}  # of several runs
+STUDIES: dict[str, Any] = {  # of several runs
+    "03_scaling.ipynb": scaling.Study.from_parameters,
+    "04_large_batch.ipynb": large_batch.Study.from_parameters,
+}
 
 
 def _read(path: Path) -> Any:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from labkit.cli import main
 from labkit.config import from_overrides
 from labkit.engine.events import EventLog
 from labkit.lab.trace import write_trace
@@ -39,3 +40,19 @@ def test_each_part_of_each_step_is_one_block_at_its_time(tmp_path: Path) -> None
     assert ended_us == pytest.approx(1e6 * reported, abs=200)
     names = {event["args"]["name"] for event in content["traceEvents"] if event["ph"] == "M"}
     assert names == {"node0", "node1", "worker 0", "worker 1"}
+
+
+def test_the_verb_writes_it_and_says_where_to_open_it(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = RunFolder(runs / "traced" / "0123456789")
+    folder.create(from_overrides(["cluster=1x1"]))
+    log = EventLog(folder.events_file(0), 1)
+    log.write("start", rank=0, node="node0")
+    log.write("step", step=1, samples=5, step_s=0.01, compute_s=0.01)
+    log.close()
+    assert main(["trace", "0123"]) == 0
+    said = capsys.readouterr().out
+    assert str(folder.path / "trace.json") in said and "ui.perfetto.dev" in said
+    assert [e["ph"] for e in json.loads((folder.path / "trace.json").read_text())["traceEvents"]].count(
+        "X"
+    ) == 1
+    assert main(["trace", "none"]) == 2

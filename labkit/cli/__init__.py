@@ -12,7 +12,7 @@ import click
 
 from labkit.cli.cluster import cluster
 from labkit.cli.control import attach, logs, resume, stop, sync
-from labkit.cli.inspect import bench, config, doctor, schema
+from labkit.cli.inspect import bench, config, doctor, schema, trace
 from labkit.cli.reproduce import reproduce
 from labkit.cli.run import run
 from labkit.cli.serve import lab, ui
@@ -28,6 +28,7 @@ _VERBS = (
     resume,
     reproduce,
     sync,
+    trace,
     lab,
     ui,
     doctor,

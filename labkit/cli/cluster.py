@@ -22,6 +22,11 @@ def cluster() -> None:
 
     A run makes a cluster of its own with `labkit run --emulate`, and is put on a standing one of the same
     description if there is one.
+
+    \b
+    Examples:
+      labkit cluster up 4x4-1gbit
+      labkit cluster link node3 --mbit 100
     """
 
 

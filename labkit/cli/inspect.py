@@ -1,5 +1,6 @@
-"""Verbs that look and start no run: `config`, `schema`, `doctor`, `bench`."""
+"""Verbs that look and start no run: `config`, `schema`, `doctor`, `trace`, `bench`."""
 
+from pathlib import Path
 from typing import Any
 
 import click
@@ -8,6 +9,7 @@ from labkit.cli.experiment import build_config, experiment_options, read_choice
 from labkit.cli.output import json_option, print_json, print_table
 from labkit.config import json_schema, to_yaml
 from labkit.errors import ConfigError
+from labkit.runfolder import find_run
 
 
 @click.command()
@@ -67,6 +69,25 @@ def doctor(is_json: bool) -> int:
         rows = [(str(check.grade), check.name, check.found, check.remedy) for check in checks]
         print_table(("", "check", "found", "remedy"), rows)
     return 1 if any(check.grade is Grade.FAIL for check in checks) else 0
+
+
+@click.command()
+@click.argument("run")
+@click.option("--output", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE", help="Where to.")
+def trace(run: str, output: Path | None) -> None:
+    """Write a run's steps as a trace: what each worker did, and when.
+
+    It lands in the run folder as trace.json. Open it at ui.perfetto.dev or chrome://tracing; both read the
+    file in the browser and send it nowhere.
+
+    \b
+    Examples:
+      labkit trace latest
+    """
+    from labkit.lab.trace import write_trace
+
+    written = write_trace(find_run(run), output)
+    click.echo(f"{written}\nOpen it at https://ui.perfetto.dev or chrome://tracing: they read it locally.")
 
 
 @click.command()

@@ -124,7 +124,7 @@ def split(series: Series) -> list[Any]:
             text=[f"steps {low}-{high - 1}" if high - low > 1 else f"step {low}" for low, high in pairs],
             textposition="none",
             hovertemplate=f"%{{text}}: {_PART_STYLES[part][0]} %{{y:.2f}} ms<extra></extra>",
-            **_part_style(part, has_legend=any(heights[part])),
+            **part_style(part, has_legend=any(heights[part])),
         )
         for part in PARTS
     ]
@@ -140,13 +140,13 @@ def worker_bars(series: Series, has_legend: bool = True) -> list[Any]:
             y=[worker.label for worker in rows],
             x=[mean[part] for mean in means],
             hovertemplate=f"%{{y}}: {_PART_STYLES[part][0]} %{{x:.2f}} ms<extra></extra>",
-            **_part_style(part, has_legend=has_legend and any(mean[part] for mean in means)),
+            **part_style(part, has_legend=has_legend and any(mean[part] for mean in means)),
         )
         for part in PARTS
     ]
 
 
-def _part_style(part: str, has_legend: bool) -> dict[str, Any]:
+def part_style(part: str, has_legend: bool) -> dict[str, Any]:
     """Name, colour and pattern of a part; one that takes no time needs no legend."""
     name, color, pattern = _PART_STYLES[part]
     return {

@@ -17,7 +17,8 @@ _COLORS = {"sgd": "#0072B2", "lars": "#D55E00"}
 _BANDS = {"sgd": "rgba(0, 114, 178, 0.16)", "lars": "rgba(213, 94, 0, 0.16)"}
 _DASHES = {"sgd": "dash", "lars": "solid"}
 _SYMBOLS = {"sgd": "circle", "lars": "diamond"}
-_SEQUENCE = ("#B0B0B0", "#E69F00", "#56B4E9", "#009E73", "#CC79A7", "#0072B2", "#D55E00", "#222222")
+# From light to dark, for batch sizes in their order.
+_SEQUENCE = ("#A6C8E4", "#7FB0D8", "#5A97CB", "#3B7DBB", "#2263A4", "#124A85", "#0A3266", "#061D44")
 _MARKERS = ("circle", "square", "diamond", "triangle-up", "triangle-down", "cross", "star", "hexagon")
 
 
@@ -120,7 +121,8 @@ def rates(tuning: Tuning) -> go.Figure:
 
 def _rate_traces(tuning: Tuning, method: str, batch: int, index: int) -> Iterator[Any]:
     tried, best = tuning.rates(method), tuning.best(method, batch)
-    color, symbol = (names[index % len(names)] for names in (_SEQUENCE, _MARKERS))
+    share = index / max(1, len(tuning.batch_sizes) - 1)
+    color, symbol = _SEQUENCE[round(share * (len(_SEQUENCE) - 1))], _MARKERS[index % len(_MARKERS)]
     yield go.Scatter(
         x=tried,
         y=[tuning.scores[method, batch, rate].accuracy for rate in tried],

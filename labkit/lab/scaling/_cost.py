@@ -12,7 +12,7 @@ PAYLOAD_SHARE = 0.956
 """Part of a link's rate that TCP can use: 1448 of the 1514 bytes of a full Ethernet frame."""
 
 
-def sent_bytes(config: ExperimentConfig, model_bytes: float) -> list[float]:
+def sent_bytes(config: ExperimentConfig, model_bytes: float, num_steps: int | None = None) -> list[float]:
     """Bytes that each node sends over its link per step, by the strategy's formula.
 
     N nodes, W workers, R of them on a node, M bytes of gradients: `hierarchical` 2 (N-1)/N M (half of it in
@@ -23,6 +23,7 @@ def sent_bytes(config: ExperimentConfig, model_bytes: float) -> list[float]:
     Args:
         config: Strategy, cluster and optimizer.
         model_bytes: Bytes of all gradients in the type of the parameters.
+        num_steps: Steps of a run that may end inside a period of `local_sgd`; default: many.
 
     Returns:
         One number for each node; shape (N,).
@@ -38,7 +39,8 @@ def sent_bytes(config: ExperimentConfig, model_bytes: float) -> list[float]:
         return [2 * (num_nodes - 1) / num_nodes * model_bytes * width] * num_nodes
     ring_bytes = 2 * (num_workers - 1) / num_workers * model_bytes
     if isinstance(sync, LocalSgdConfig):
-        ring_bytes *= (1 + _num_averaged_states(config, sync)) / sync.period_steps
+        steps = num_steps or sync.period_steps
+        ring_bytes *= (1 + _num_averaged_states(config, sync)) * (steps // sync.period_steps) / steps
     return [ring_bytes] * num_nodes
 
 

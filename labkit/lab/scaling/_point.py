@@ -1,7 +1,7 @@
 """One run of a comparison in a few numbers, read from its folder."""
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +9,7 @@ from labkit.config import ExperimentConfig, HierarchicalConfig, LocalSgdConfig, 
 from labkit.lab.failure import raise_if_failed
 from labkit.lab.scaling._cost import bound_s, sent_bytes, shape_text, slowest_mbit, wire_s
 from labkit.launch import start
-from labkit.runfolder import RunFolder
+from labkit.runfolder import RunFolder, RunStatus
 
 BYTES_TOLERANCE = 0.05
 _NUM_WARM_UP_STEPS = 3
@@ -84,12 +84,18 @@ class Point:
         return statistics.median(self.memory_bytes)
 
 
-def run_point(config: ExperimentConfig, *, is_repeat: bool = False) -> Point:
+def run_point(
+    config: ExperimentConfig,
+    *,
+    is_repeat: bool = False,
+    on_poll: Callable[[RunStatus], None] | None = None,
+) -> Point:
     """Train one configuration, unless an equal run has finished before, and sum it up.
 
     Args:
         config: The experiment.
         is_repeat: Train it in any case.
+        on_poll: Called about ten times a second with the run's state.
 
     Raises:
         RunFailed: it did not finish.
@@ -97,7 +103,7 @@ def run_point(config: ExperimentConfig, *, is_repeat: bool = False) -> Point:
     """
     run = start(config, is_repeat=is_repeat)
     try:
-        run.wait()
+        run.wait(on_poll=on_poll)
     finally:
         run.stop()  # of use only when the waiting was interrupted
     raise_if_failed(run)
@@ -113,7 +119,7 @@ def sum_up(folder: RunFolder) -> Point:
     model_bytes = num_params * (8 if config.engine.dtype == "float64" else 4)
     num_steps = max(1, ended[0]["step"] - begun[0].get("start_step", 0))
     seconds = [event["step_s"] for event in folder.history(0, ("step",))]
-    expected = tuple(sent_bytes(config, model_bytes))
+    expected = tuple(sent_bytes(config, model_bytes, num_steps))
     counted = _counted_bytes(ended, num_steps, len(expected)) if config.launch.is_emulated else ()
     final = folder.read_json(folder.result_file).get("final", {})
     period = config.sync.period_steps if isinstance(config.sync, LocalSgdConfig) else 1

@@ -2,12 +2,12 @@
 
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from labkit.config import ExperimentConfig, from_overrides, from_parameters
+from labkit.config import ExperimentConfig, from_overrides, from_parameters, load_cluster
 from labkit.errors import ConfigError, did_you_mean
 from labkit.lab._values import json_safe
 from labkit.lab.report import Verdict
@@ -58,7 +58,7 @@ class Study:
         Raises:
             ConfigError: an unknown name or a bad value.
         """
-        others = {name: value for name, value in namespace.items() if name not in _OWN}
+        others = {name: value for name, value in namespace.items() if name not in (*_OWN, *_OF_THE_NOTEBOOK)}
         quiet = {"engine.eval_every_steps": NEVER, "engine.checkpoint_every_steps": NEVER}
         base = from_parameters(others, defaults={**quiet, "engine.global_batch_size": 1})
         for name in _OWN:
@@ -91,7 +91,7 @@ class Study:
 
     def config(self, strategy: str, shape: str, mbit: float | None) -> ExperimentConfig:
         """One run. A cluster of one node has no link, so that its rate does not count."""
-        cluster = from_overrides({"cluster": shape, "engine.global_batch_size": 1500}).cluster
+        cluster = load_cluster(shape)
         return from_overrides(
             {
                 "cluster": cluster.model_dump(mode="json"),
@@ -127,17 +127,9 @@ class Study:
         for index, config in enumerate(configs, start=1):
             points.append(run_point(config))
             say(f"{index}/{len(configs)} {point_text(points[-1], alone)}")
-        floors = [memory_floor(self.config(p.strategy, s, None)) for p, s in self._labelled(points)]
-        bases = {
-            (point.strategy, point.shape): run_point(floor).node_bytes
-            for point, floor in zip(points, floors, strict=True)
-            if floor is not None
-        }
+        floors = {(p.strategy, p.shape): memory_floor(c) for p, c in zip(points, configs, strict=True)}
+        bases = {key: run_point(floor).node_bytes for key, floor in floors.items() if floor is not None}
         return Result(tuple(points), alone, bases, self.remark)
-
-    def _labelled(self, points: Sequence[Point]) -> list[tuple[Point, str]]:
-        shapes = [shape for shape in self.shapes for _ in range(len(self.rates) * len(self.strategies))]
-        return list(zip(points, shapes, strict=True))
 
     def __str__(self) -> str:
         return (
@@ -148,11 +140,10 @@ class Study:
 
 
 _OWN = ("strategies", "shapes", "link_mbit", "samples_per_worker")
+_OF_THE_NOTEBOOK = ("is_ladder_run",)
 
 
-def emulated_or_loopback(
-    largest: ExperimentConfig, base: ExperimentConfig
-) -> tuple[ExperimentConfig, str]:
+def emulated_or_loopback(largest: ExperimentConfig, base: ExperimentConfig) -> tuple[ExperimentConfig, str]:
     """What to run where emulation may not be allowed.
 
     Args:
@@ -204,7 +195,7 @@ class Result:
     Attributes:
         points: In the order of the runs.
         alone: One worker.
-        bases: Resident memory of a node without the model, by strategy and shape; {} where it was not measured.
+        bases: Resident memory of a node without the model, by strategy and shape; {} if not measured.
         remark: Whether links were shaped.
     """
 
@@ -233,6 +224,11 @@ class Result:
         """One point; a shape of one node is the same at every rate."""
         own = [point for point in self.points if (point.strategy, point.shape) == (strategy, shape)]
         return next((point for point in own if point.link_mbit == rate), own[0])
+
+    def slowest_of(self, strategy: str) -> Point:
+        """Its run on the last shape with the slowest links; of the last strategy when it took no part."""
+        name = strategy if strategy in self.strategies else self.strategies[-1]
+        return self.at(name, self.shapes[-1], self.rates[-1])
 
     def memory_bytes(self, point: Point) -> float:
         """Memory of a node for the model: parameters, gradients, optimizer and buffers."""
@@ -283,9 +279,7 @@ def record(study: Study, result: Result) -> Verdict:
             for (strategy, shape), held in result.bases.items()
         ],
     }
-    write_atomically(
-        record_file(study.base.name), json.dumps(json_safe(content), indent=1, allow_nan=False)
-    )
+    write_atomically(record_file(study.base.name), json.dumps(json_safe(content), indent=1, allow_nan=False))
     return final
 
 

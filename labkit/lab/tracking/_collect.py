@@ -3,6 +3,7 @@
 from typing import Any
 
 from labkit.lab.tracking._points import (
+    WINDOW_S,
     Point,
     add_to_window,
     earlier_values,
@@ -86,16 +87,28 @@ class _Batch:
         self._latest = dict(state.latest)
         self._num_nonfinite = state.num_nonfinite
         self._diverged_at = state.diverged_at
+        self._timings_sent_at = state.timings_sent_at
 
     def add_values(self, event: dict[str, Any], repeated: dict[tuple[str, int], float]) -> None:
         points = metric_points(event)
         self._latest.update({point.key: point.value for point in points})
+        points = self._with_timings_now_and_then(event, points)
         self.points += [p for p in points if repeated.get((p.key, p.step)) != p.value]
         if event.get("nonfinite"):
             self._num_nonfinite += len(event["nonfinite"])
             if self._diverged_at is None:
                 self._diverged_at = int(event["step"])
             self.points.append(nonfinite_point(event, self._num_nonfinite))
+
+    def _with_timings_now_and_then(self, event: dict[str, Any], points: list[Point]) -> list[Point]:
+        """Keep `perf/*` once a second: most values of a step, which would cost MLflow most of its time.
+
+        Losses and rates go out for every step; every step's timings are in the run folder.
+        """
+        if float(event["t"]) - self._timings_sent_at >= WINDOW_S or event["kind"] != "metrics":
+            self._timings_sent_at = float(event["t"])
+            return points
+        return [point for point in points if not point.key.startswith("perf/")]
 
     def add_step(self, rank: int, event: dict[str, Any]) -> None:
         self._windows[rank], full = add_to_window(self._windows.get(rank), event)
@@ -118,6 +131,7 @@ class _Batch:
                 "latest": self._latest,
                 "num_nonfinite": self._num_nonfinite,
                 "diverged_at": self._diverged_at,
+                "timings_sent_at": self._timings_sent_at,
                 "num_sent": self._before.num_sent + len(self.points),
             }
         )

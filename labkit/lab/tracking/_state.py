@@ -46,6 +46,7 @@ class TrackingState(_Record):
         latest: Last finite value of each metric of rank 0.
         num_nonfinite: Values so far that were not finite.
         diverged_at: First step with one.
+        timings_sent_at: When rank 0's step was last sent with its timings, seconds since 1970.
         ended_attempt: Attempt whose end MLflow knows of, 0 for none.
         num_sent: Points sent.
     """
@@ -60,6 +61,7 @@ class TrackingState(_Record):
     latest: dict[str, float] = {}
     num_nonfinite: int = 0
     diverged_at: int | None = None
+    timings_sent_at: float = 0.0
     ended_attempt: int = 0
     num_sent: int = 0
 
