@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -156,11 +157,19 @@ pytestmark = [pytest.mark.filterwarnings("ignore:This process .* is multi-thread
 emulated = pytest.mark.netns
 
 
-def _network_namespaces() -> set[int]:
+def _namespaces(emulation: Emulation) -> set[str]:
+    """As the kernel names them: net:[4026532323]."""
+    return {os.readlink(f"/proc/self/fd/{fd}") for fd in emulation.fds()}
+
+
+def _holders(namespaces: set[str]) -> set[int]:
+    """Processes that are in one of them or hold it open. Without any, the kernel has freed them."""
     found = set()
     for process in psutil.process_iter():
-        with contextlib.suppress(OSError):
-            found.add(os.stat(f"/proc/{process.pid}/ns/net").st_ino)
+        for path in (*Path(f"/proc/{process.pid}/ns").glob("*"), *Path(f"/proc/{process.pid}/fd").glob("*")):
+            with contextlib.suppress(OSError):
+                if os.readlink(path) in namespaces:
+                    found.add(process.pid)
     return found
 
 
@@ -218,16 +227,16 @@ def test_nothing_of_the_host_is_reached_from_a_node(four: Emulation) -> None:
 @pytest.mark.parametrize("mbit", [1000.0, 100.0])
 def test_a_link_carries_its_rate_and_no_more(netns: None, mbit: float) -> None:
     with build(_cluster(2, mbit=mbit)) as emulation:
-        assert best_ratio(emulation) == pytest.approx(1.0, abs=0.05)
+        assert payload_mbit(emulation) == pytest.approx(0.956 * mbit, rel=0.05)
 
 
-def best_ratio(emulation: Emulation, *ends: str) -> float:
-    """Reached over possible; tried again when other work on the machine slowed a transfer down."""
+def payload_mbit(emulation: Emulation, *ends: str) -> float:
+    """What a transfer reached; tried again when other work on the machine slowed it down."""
     for _ in range(4):
-        ratio = calibrate(emulation, *ends).ratio
-        if abs(ratio - 1) < 0.05:
+        found = calibrate(emulation, *ends)
+        if abs(found.ratio - 1) < 0.05:
             break
-    return ratio
+    return found.mbit
 
 
 @emulated
@@ -237,31 +246,30 @@ def test_up_and_down_are_shaped_apart(netns: None) -> None:
             "link_mbit": 1000,
             "nodes": [
                 {"name": "a", "workers": 1},
-                {"name": "b", "workers": 1, "up_mbit": 100, "down_mbit": 300},
+                {"name": "b", "workers": 1, "up_mbit": 200, "down_mbit": 600},
             ],
         }
     )
     with build(cluster) as emulation:
-        for ends, mbit in ((("a", "b"), 300), (("b", "a"), 100)):
-            assert best_ratio(emulation, *ends) == pytest.approx(1.0, abs=0.05)
-            assert calibrate(emulation, *ends).limit_mbit == pytest.approx(0.956 * mbit, rel=1e-3)
+        assert payload_mbit(emulation, "a", "b") == pytest.approx(0.956 * 600, rel=0.05)
+        assert payload_mbit(emulation, "b", "a") == pytest.approx(0.956 * 200, rel=0.05)
 
 
 @emulated
 def test_a_link_changes_under_way_and_says_how_it_stands(four: Emulation, tmp_path: Path) -> None:
     four.log = tmp_path / "log"
-    set_link(four, "node1", up_mbit=None, down_mbit=200)
+    set_link(four, "node1", up_mbit=None, down_mbit=500)
     state = link_state(four, "node1")
-    assert (state.up_mbit, state.down_mbit, state.is_cut) == (None, 200.0, False)
-    assert best_ratio(four, "node0", "node1") == pytest.approx(1.0, abs=0.05)
-    assert calibrate(four, "node0", "node1").limit_mbit == pytest.approx(0.956 * 200, rel=1e-3)
+    assert (state.up_mbit, state.down_mbit, state.is_cut) == (None, 500.0, False)
+    assert payload_mbit(four, "node0", "node1") == pytest.approx(0.956 * 500, rel=0.05)
     cut_link(four, "node1")
     assert four.cut_nodes() == ["node1"]
     heal_link(four, "node1")
-    assert link_state(four, "node1").down_mbit == 200.0 and four.cut_nodes() == []
+    assert four.cut_nodes() == []
+    assert payload_mbit(four, "node0", "node1") == pytest.approx(0.956 * 500, rel=0.05)
     said = [line[9:] for line in four.log.read_text().splitlines()]
     assert said == [
-        "link of node1 set to unshaped up, 200 Mbit/s down",
+        "link of node1 set to unshaped up, 500 Mbit/s down",
         "link of node1 cut",
         "link of node1 healed",
     ]
@@ -287,18 +295,21 @@ def test_an_unknown_node_is_refused(four: Emulation, call: Callable[[Emulation, 
 
 @emulated
 def test_two_emulations_with_equal_addresses_do_not_meet(netns: None) -> None:
-    with build(_cluster(2)) as one, build(_cluster(2, mbit=100)) as other:
+    with build(_cluster(2)) as one, build(_cluster(2, mbit=500)) as other:
         cut_link(one, "node1")
-        assert best_ratio(other) == pytest.approx(1.0, abs=0.05)
+        assert payload_mbit(other) == pytest.approx(0.956 * 500, rel=0.05)
         assert other.cut_nodes() == [] and link_bytes(one, "node0").sent < 1000
 
 
 @emulated
 def test_what_is_let_go_of_is_gone(netns: None) -> None:
-    devices = set(os.listdir("/sys/class/net"))
+    devices, mounts = set(os.listdir("/sys/class/net")), Path("/proc/self/mounts").read_text()
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(3):
-        build(_cluster(3)).close()
+        with build(_cluster(3)) as emulation:
+            namespaces = _namespaces(emulation)
+        assert _holders(namespaces) == set()
+    assert Path("/proc/self/mounts").read_text() == mounts
     assert len(os.listdir("/proc/self/fd")) == before
     assert set(os.listdir("/sys/class/net")) == devices
     assert not Path("/run/netns").exists() or not list(Path("/run/netns").iterdir())
@@ -543,19 +554,13 @@ def test_own_work_is_not_foreign_and_a_neighbours_is() -> None:
 def test_links_that_are_not_what_they_are_said_to_be_are_refused(
     four: Emulation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    set_link(four, "node0", up_mbit=200, down_mbit=200)
-    set_link(four, "node1", up_mbit=200, down_mbit=200)
-    real = calibrate
-
     def slower(*arguments: object) -> object:
-        from dataclasses import replace
-
-        found = real(*arguments)  # type: ignore[arg-type]
+        found = calibrate(*arguments)  # type: ignore[arg-type]
         return replace(found, mbit=found.mbit * 0.9)
 
     said: list[str] = []
     monkeypatch.setattr("labkit.bench.emulated.calibrate", slower)
-    with pytest.raises(LabkitError, match="link node0 -> node1 must carry 191.3 Mbit/s of payload within 5%"):
+    with pytest.raises(LabkitError, match="link node0 -> node1 must carry 956.4 Mbit/s of payload within 5%"):
         check_links(four, said.append)
     assert len(said) == 3
 
@@ -607,16 +612,19 @@ def test_every_strategy_trains_on_it(netns: None, runs: Path) -> None:
 
 @emulated
 def test_a_killed_supervisor_leaves_no_process_no_namespace_and_no_cable(netns: None, runs: Path) -> None:
-    namespaces, devices = _network_namespaces(), set(os.listdir("/sys/class/net"))
+    devices = set(os.listdir("/sys/class/net"))
     run = _start("cluster=2x2-100mbit", *LONG)
     _until_step(run, 3)
-    assert len(_network_namespaces() - namespaces) == 2  # the switch's has no process in it
+    with open_run(run.folder) as emulation:
+        namespaces = _namespaces(emulation)
+    assert len(namespaces) >= 3 * 3  # of two nodes and the switch
     pids = [worker.pid for worker in run.status().workers if worker.pid]
     owner = run.status().owner
     assert owner is not None and len(pids) == 4
+    assert _holders(namespaces) == {owner.pid, *pids}
     os.kill(owner.pid, signal.SIGKILL)
     _until(lambda: not any(psutil.pid_exists(pid) for pid in [owner.pid, *pids]), "end of all processes", 10)
-    assert _network_namespaces() <= namespaces
+    assert _holders(namespaces) == set()
     assert set(os.listdir("/sys/class/net")) == devices
     assert run.status().state is RunState.LOST
     with pytest.raises(ConfigError, match="run must be going on"):
@@ -680,6 +688,14 @@ def test_bad_input_is_refused_before_anything_starts(runs: Path, overrides: list
         _start(*overrides)
     assert message in str(caught.value) and "\n" not in str(caught.value)
     assert list(runs.iterdir()) == []
+
+
+def test_a_notebook_that_declares_no_emulation_can_not_be_emulated(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    notebook = Path(__file__).parent.parent / "notebooks" / "00_quickstart.ipynb"
+    assert main(["run", str(notebook), "--emulate", "--dry-run"]) == 2
+    assert "parameter 'is_emulated' must be one that the notebook declares" in capsys.readouterr().err
 
 
 def test_real_machines_are_not_emulated(runs: Path) -> None:

@@ -91,7 +91,8 @@ def test_the_number_of_runs_is_said_before_they_start() -> None:
         ({"num_seeds": 0}, "num_seeds must be at least 1, got 0"),
         ({"num_tuning_seeds": 0}, "num_tuning_seeds must be at least 1, got 0"),
         ({"trust_coefficient": -0.1}, "optimizer.trust_coefficient must be greater than 0"),
-        ({"sgd_rates": [-0.1]}, "optimizer.learning_rate must be greater than 0"),
+        ({"num_at_once": 0}, "num_at_once must be at least 1, got 0"),
+        ({"sgd_rates": [0.1, -0.1], "lars_rates": [1, 2]}, "optimizer.learning_rate must be greater than 0"),
         ({"num_epoch": 3}, "Did you mean 'num_epochs'?"),
         ({"model": "gpt", "data": "text", "overrides": {}}, "num_samples must be given with data.name 'text'"),
     ],
@@ -163,8 +164,9 @@ def test_gaps_are_by_seed() -> None:
         ((0.90, 0.91, 0.92), (0.80, 0.81, 0.82), False, "LARS trails by 10.0 points"),
         ((0.90, 0.80, 0.95), (0.92, 0.85, 0.93), False, "no difference that"),
         ((0.90, 0.90, 0.90), (0.90, 0.90, 0.90), False, "no difference that"),
+        ((0.50,), (0.90,), False, "one seed cannot tell"),
     ],
-    ids=["leads", "trails", "noise", "equal"],
+    ids=["leads", "trails", "noise", "equal", "one seed"],
 )
 def test_the_verdict_falls_whichever_way_the_numbers_do(
     sgd: tuple[float, ...], lars: tuple[float, ...], is_met: bool, words: str
@@ -260,7 +262,7 @@ def test_the_notebook_runs_small_records_its_verdict_and_goes_on_from_what_is_th
     assert "4/4 LARS batch 1200 rate 2" in _printed(executed)
     record = json.loads(large_batch.record_file("study").read_text())
     assert len(record["comparison"]) == 8 and len(record["tuning"]) == 4
-    assert record["verdict"]["text"].startswith("At 1200 samples per update and 1 epochs")
+    assert record["verdict"]["text"].startswith("At 1200 samples per update and equal epochs (1)")
     before = {folder.key for folder in all_runs(runs)}
     study = Study.from_parameters({**values, "overrides": overrides})
     result = study.compare(study.tune(say=lambda line: None), say=lambda line: None)

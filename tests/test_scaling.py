@@ -194,6 +194,8 @@ def test_a_study_says_plainly_that_links_are_not_shaped(monkeypatch: pytest.Monk
     ("changes", "message"),
     [
         ({"strategies": ["allreduse"]}, "strategies must be some of .*, got 'allreduse'. Did you mean 'allreduce'"),
+        ({"strategies": "allreduce"}, r"strategies must be a list, got 'allreduce'. Use \['allreduce'\]"),
+        ({"link_mbit": 100}, r"link_mbit must be a list, got 100. Use \[100\]"),
         ({"strategies": []}, r"strategies must be given, got \[\]"),
         ({"shapes": ["4x"]}, "cluster"),
         ({"link_mbit": [-1]}, "link_mbit must be greater than 0"),
@@ -376,6 +378,7 @@ def test_the_notebook_runs_small_and_records_its_verdict(runs: Path, tmp_path: P
     assert len(all_runs(runs)) == 1 + 2 + 2, "one alone, two points, two without a model"
 
 
+@pytest.mark.slow
 def test_the_notebook_says_plainly_when_links_are_not_shaped(runs: Path, tmp_path: Path) -> None:
     values = {**SMALL, "strategies": ["hierarchical"], "max_steps": 4, "is_emulated": False}
     code, said, executed = _papermill("03_scaling.ipynb", runs, tmp_path, yaml=json.dumps(values))

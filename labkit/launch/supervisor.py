@@ -19,6 +19,7 @@ from labkit.cluster.placement import Placement, placements
 from labkit.comm import Rendezvous, StoreServer
 from labkit.config import ExperimentConfig
 from labkit.engine.worker import WorkerTask
+from labkit.errors import LabkitError
 from labkit.launch.elastic import ElasticLauncher, ElasticTask
 from labkit.launch.emulation import Loopback, Network, network_of
 from labkit.launch.launcher import Launcher, SeveralLaunchers
@@ -283,7 +284,10 @@ class Supervisor:
                     return end
                 time.sleep(0.1)
         error = root_cause(exits, errors, placements(self._config.cluster))
-        cut = self._network.cut_nodes() if is_for_peers_sake(exits, errors) else []
+        cut: list[str] = []
+        if is_for_peers_sake(exits, errors):
+            with contextlib.suppress(LabkitError, OSError):  # why it failed is known well enough without
+                cut = self._network.cut_nodes()
         if cut:
             text = f"link of {', '.join(cut)} is cut: {error.message}"
             error = error.model_copy(update={"message": text, "node": cut[0]})

@@ -30,9 +30,9 @@ class Score:
 
     @property
     def standard_error(self) -> float:
-        """Of the mean accuracy; 0 for one seed."""
+        """Of the mean accuracy; infinite for one seed, which cannot tell."""
         count = len(self.accuracies)
-        return statistics.stdev(self.accuracies) / math.sqrt(count) if count > 1 else 0.0
+        return statistics.stdev(self.accuracies) / math.sqrt(count) if count > 1 else math.inf
 
 
 @dataclass(frozen=True)

@@ -52,7 +52,7 @@ class Study:
             ConfigError: an unknown name, a bad value, or unequal numbers of rates.
         """
         own = {name: namespace[name] for name in (*_OWN, *_OPTIONAL) if name in namespace}
-        for name in set(_OWN) - set(own):
+        for name in sorted(set(_OWN) - set(own)):
             raise ConfigError(f"{name} must be given, got nothing. Add it to the parameters cell.")
         others = {name: value for name, value in namespace.items() if name not in own}
         quiet = {"engine.eval_every_steps": _NEVER, "engine.checkpoint_every_steps": _NEVER}
@@ -77,12 +77,14 @@ class Study:
                 f"lars_rates must be as many as sgd_rates ({counts['sgd']}), got {counts['lars']}. "
                 "Both methods get the same number of tries."
             )
-        for name in ("num_seeds", "num_tuning_seeds"):
+        for name in ("num_seeds", "num_tuning_seeds", "num_at_once"):
             if getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}. Use 3.")
-        for method in METHODS:
-            for batch in sizes:
-                self.config(method, batch, self.rates[method][0], 0)
+                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}. Use 2.")
+        for point in self._tries():  # a bad one shall not be found an hour later
+            self.config(*point, 0)
+
+    def _tries(self) -> list[tuple[str, int, float]]:
+        return [(m, batch, rate) for m in METHODS for batch in self.batch_sizes for rate in self.rates[m]]
 
     @property
     def num_runs(self) -> int:
@@ -127,12 +129,7 @@ class Study:
         Args:
             say: Takes a line of progress for each method and batch size.
         """
-        points = [
-            (method, batch, rate)
-            for method in METHODS
-            for batch in self.batch_sizes
-            for rate in self.rates[method]
-        ]
+        points = self._tries()
         seeds = range(_FIRST_TUNING_SEED, _FIRST_TUNING_SEED + self.num_tuning_seeds)
         return Tuning(dict(zip(points, self._scores(points, seeds, say), strict=True)))
 

@@ -18,7 +18,7 @@ def verdict(result: Result) -> Verdict:
     batch, base = result.batch_sizes[-1], result.batch_sizes[0]
     lead, error = _lead(result, "tuned")
     text = (
-        f"At {batch} samples per update and {result.num_epochs} epochs, each rate tuned there, "
+        f"At {batch} samples per update and equal epochs ({result.num_epochs}), each rate tuned there, "
         f"{_compared(result, 'tuned', batch)}: {_judged(lead, error)}. With the rate scaled linearly from "
         f"{base}, {_compared(result, 'scaled', batch)}: {_judged(*_lead(result, 'scaled'))}. "
         f"At {base} samples, {_compared(result, 'tuned', base)}."
@@ -38,6 +38,8 @@ def _compared(result: Result, rule: str, batch: int) -> str:
 
 
 def _judged(lead: float, error: float) -> str:
+    if math.isinf(error):
+        return "one seed cannot tell"
     if abs(lead) <= 2 * error or lead == 0:
         return f"no difference that {2 * 100 * error:.1f} points of seed noise would not explain"
     return f"LARS {'leads' if lead > 0 else 'trails'} by {abs(100 * lead):.1f} points"

@@ -62,6 +62,9 @@ class Ladder:
     def default(cls, name: str = "ladder", **changes: Any) -> "Ladder":
         """A network of 1.1 million parameters on digits, 4x4 workers, links of 1 Gbit/s.
 
+        Its layers are alike: overlap can hide little where one layer holds most of the parameters, since that
+        one's gradient comes last.
+
         Args:
             name: Folder under `runs/`.
             changes: Fields of this class, or dotted keys of the configuration.
@@ -70,7 +73,7 @@ class Ladder:
         base = from_overrides(
             {
                 "name": name,
-                "model": {"name": "mlp", "hidden_sizes": [1024, 1024]},
+                "model": {"name": "mlp", "hidden_sizes": [512] * 5},
                 "cluster": "4x4-1gbit",
                 "engine.num_epochs": 6,
                 "engine.num_threads": 1,

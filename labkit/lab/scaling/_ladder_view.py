@@ -32,13 +32,13 @@ def ladder(climb: Climb) -> go.Figure:
         ),
         (
             "Memory per node",
-            "MiB, four workers, beyond torch",
+            "MiB, beyond torch",
             lambda name: climb.memory_bytes(name) / 2**20,
             lambda name: f"{climb.memory_bytes(name) / 2**20:.0f}",
         ),
         (
             "Accuracy",
-            "held out, equal epochs, one seed",
+            "held out, equal epochs",
             lambda name: climb.rungs[name].accuracy or 0.0,
             lambda name: f"{climb.rungs[name].accuracy or 0.0:.3f}",
         ),

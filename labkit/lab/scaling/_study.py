@@ -64,6 +64,10 @@ class Study:
         for name in _OWN:
             if not namespace.get(name):
                 raise ConfigError(f"{name} must be given, got {namespace.get(name)!r}. See the notebook.")
+        for name in _OWN[:3]:
+            if not isinstance(namespace[name], (list, tuple)):
+                value = namespace[name]
+                raise ConfigError(f"{name} must be a list, got {value!r}. Use [{value!r}].")
         study = cls(
             base=base,
             strategies=tuple(namespace["strategies"]),

@@ -3,6 +3,7 @@
 Nothing is told by colour alone: a strategy has its own dash and marker too, and a bound is dotted black.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -72,9 +73,24 @@ def node_costs(result: Result) -> go.Figure:
     )
     mebibytes: Callable[[Point], float] = lambda point: result.memory_bytes(point) / 2**20  # noqa: E731
     _add_lines(figure, result, rate, mebibytes, "%{y:.0f} MiB", 2)
-    figure.update_yaxes(title_text="MB per step", type="log", dtick="D2", row=1, col=1)
+    figure.update_yaxes(title_text="MB per step", **_log_axis(figure), row=1, col=1)
     figure.update_yaxes(title_text="MiB", rangemode="tozero", row=1, col=2)
     return _finished(figure)
+
+
+def _log_axis(figure: go.Figure) -> dict[str, Any]:
+    """A logarithmic axis over all of the left panel, with a tick at 1, 2 and 5 of each power of ten."""
+    values = [y for trace in figure.data if trace.xaxis == "x" for y in trace.y if y > 0] or [1.0]
+    low, high = math.log10(min(values)), math.log10(max(values))
+    powers = range(math.floor(low) - 1, math.ceil(high) + 2)
+    ticks = [digit * 10.0**power for power in powers for digit in (1, 2, 5)]
+    return {
+        "type": "log",
+        "range": [low - 0.2, high + 0.2],
+        "tickmode": "array",
+        "tickvals": ticks,
+        "ticktext": [f"{tick:g}" for tick in ticks],
+    }
 
 
 def _least_bytes(point: Point) -> float:
@@ -149,7 +165,7 @@ def _add_lines(
                 showlegend=col == 1,
                 mode="lines+markers",
                 line={"color": color, "dash": dash, "width": 2},
-                marker={"color": color, "symbol": symbol, "size": 9, "line": {"width": 2}},
+                marker={"color": color, "symbol": symbol, "size": 9, "line": {"width": 2, "color": color}},
                 hovertemplate=f"{name} on %{{x}}: {text}<extra></extra>",
             ),
             row=1,
@@ -200,8 +216,8 @@ def _finished(figure: go.Figure) -> go.Figure:
         annotation.x = axis.domain[0]
     figure.update_layout(
         template=TEMPLATE,
-        height=470,
-        margin={"l": 70, "r": 40, "t": 80, "b": 130},
+        height=450,
+        margin={"l": 70, "r": 40, "t": 80, "b": 105},
         legend={**_LEGEND, "font": {"size": 13}, "traceorder": "normal"},
     )
     return figure
