@@ -15,10 +15,13 @@ import pytest
 
 from labkit.cli import app, main
 from labkit.cli.glance import newest
+from labkit.cli.notebook import _print as print_notebook
 from labkit.cli.output import plain_table
 from labkit.cli.reproduce import comparison
 from labkit.cli.status import age_text
 from labkit.config import ExperimentConfig, load
+from labkit.lab.batch import NotebookResult
+from labkit.lab.notebook_folder import NotebookFolder
 from labkit.runfolder import ProcessId, RunFolder, RunState, RunStatus, write_atomically
 from tests.made_notebooks import make_notebook, printed, read_strictly
 from tests.made_runs import MadeRun
@@ -560,6 +563,23 @@ def test_a_detached_run_outlives_the_command_and_is_stopped_by_name(here: Path, 
 
 
 # --- notebooks -------------------------------------------------------------------------------------
+
+
+def test_of_a_notebooks_many_runs_only_those_that_failed_are_told_one_by_one(
+    runs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = [MadeRun(runs, key=f"made00000{index}").start().steps(1, 2) for index in range(9)]
+    for run in made:
+        run.close()
+        run.set_state(RunState.FINISHED)
+    made[4].set_state(RunState.FAILED)
+    folder = NotebookFolder(runs / "notebooks" / "study" / "key")
+    folders = tuple(run.folder for run in made)
+    print_notebook(NotebookResult(RunState.FAILED, 1, folder, folder.notebook_file, runs=folders))
+    said = capsys.readouterr().out
+    assert "made000004" in said and "made000003" not in said and "8 of 9 runs finished" in said
+    print_notebook(NotebookResult(RunState.FAILED, 1, folder, folder.notebook_file, runs=folders[:3]))
+    assert capsys.readouterr().out.count("step 2/100") == 3
 
 
 def test_a_notebook_is_run_with_checked_parameters(

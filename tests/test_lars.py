@@ -4,6 +4,7 @@ import copy
 import io
 from collections.abc import Iterable, Sequence
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -287,13 +288,13 @@ def test_gradients_are_left_as_they_were() -> None:
 def test_norms_of_large_tensors_do_not_drift() -> None:
     # One float32 sum over all of it would miss one part in a hundred.
     many = torch.full((25_000_000,), 0.1)
-    assert sums_of_squares([many]).item() == pytest.approx(25e6 * float(many[0]) ** 2, rel=1e-4)
+    assert sums_of_squares([many]).item() == pytest.approx(25e6 * float(many[0]) ** 2, rel=1e-3)
 
 
 def test_norms_of_half_precision_are_taken_in_float32() -> None:
     # The norm, 1e5, is beyond what float16 holds.
     squares = sums_of_squares([torch.full((1000, 1000), 100.0, dtype=torch.float16), torch.ones(0, 3)])
-    assert squares.tolist() == pytest.approx([1e10, 0.0], rel=1e-4)
+    assert squares.tolist() == pytest.approx([1e10, 0.0], rel=1e-3)
 
 
 def test_norms_of_float64_are_taken_in_float64() -> None:
@@ -479,16 +480,18 @@ def _updated(values: Tensor, gradient: Tensor, sizes: list[int], momentum: float
     share=st.floats(0, 1),
     dtype=st.sampled_from([torch.float32, torch.float64]),
     momentum=st.sampled_from([0.0, 0.9]),
+    num_threads=st.sampled_from([1, 4]),
 )
 @settings(max_examples=60, deadline=None)
 def test_with_equal_norms_two_pieces_make_the_whole_bit_for_bit(
-    size: int, share: float, dtype: torch.dtype, momentum: float
+    size: int, share: float, dtype: torch.dtype, momentum: float, num_threads: int
 ) -> None:
     generator = torch.Generator().manual_seed(size)
     values, gradient = (torch.randn(size, generator=generator, dtype=dtype) for _ in range(2))
     cut = round(size * share)
     whole = _updated(values, gradient, [size], momentum)
-    parts = _updated(values, gradient, [cut, size - cut], momentum)
+    with mock.patch.object(torch, "get_num_threads", return_value=num_threads):  # chooses another kernel
+        parts = _updated(values, gradient, [cut, size - cut], momentum)
     assert torch.equal(whole[0], parts[0]) and torch.equal(whole[1], parts[1])
     assert not torch.equal(whole[0], values)
 

@@ -288,7 +288,7 @@ def test_each_rung_changes_one_part_and_keeps_the_others() -> None:
     assert native.sync.name == "parameter_server"
     assert {config.engine.num_epochs for config in configs.values()} == {native.engine.num_epochs}
     assert (native.optimizer.name, last.optimizer.name) == ("sgd", "lars")
-    assert (native.engine.global_batch_size, last.engine.global_batch_size) == (64, 256)
+    assert (native.engine.global_batch_size, last.engine.global_batch_size) == (64, 128)
     assert last.engine.step_padding_s > native.engine.step_padding_s
     assert {configs[name].engine.global_batch_size for name in names[:-1]} == {64}
 

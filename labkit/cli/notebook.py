@@ -13,6 +13,8 @@ from labkit.runfolder import RunState
 if TYPE_CHECKING:
     from labkit.lab.batch import NotebookResult
 
+_MOST_RUNS = 8  # of a notebook, that are told one by one
+
 
 def run_notebook(choice: Choice, output: str | None, *, is_forced: bool, is_dry: bool, is_json: bool) -> int:
     """Run a notebook and report it.
@@ -89,12 +91,14 @@ def _as_dict(result: "NotebookResult") -> dict[str, Any]:
 
 
 def _print(result: "NotebookResult") -> None:
-    """The runs first, since a notebook mostly fails because one of them did."""
-    has_failed_run = False
-    for folder in result.runs:
-        status = reap(folder)
-        has_failed_run = has_failed_run or status.state is not RunState.FINISHED
+    """The runs first, since a notebook mostly fails because one of them did; of many, those that failed."""
+    runs = [(folder, reap(folder)) for folder in result.runs]
+    unfinished = [(folder, status) for folder, status in runs if status.state is not RunState.FINISHED]
+    has_failed_run = bool(unfinished)
+    for folder, status in runs if len(runs) <= _MOST_RUNS else unfinished:
         report(folder, status, is_json=False)
+    if len(runs) > _MOST_RUNS:
+        click.echo(f"{len(runs) - len(unfinished)} of {len(runs)} runs finished (labkit status lists them)")
     if result.error is not None:
         traceback = "" if has_failed_run else result.error.traceback
         click.echo(f"cause: {result.error.message}\n{traceback}".rstrip())

@@ -11,8 +11,8 @@ Every event has `t` (seconds since 1970), `kind` and `attempt`. Kinds:
     eval        step, epoch, samples, values {"val/loss": ..., "val/accuracy": ...}       rank 0
     checkpoint  step, file, size_bytes, save_s                                            rank 0
     message     text                                                        anything worth a line
-    end         step, resident_bytes, node_sent_bytes (by the first worker of each node, over its link,
-                up to the last step: without the evaluation and the checkpoint after it)
+    end         step, resident_bytes, node_sent_bytes (by the first worker of each node, over its link);
+                both right after the last step, before the evaluation and the checkpoint that follow it
 
 Names in `values`: train/loss, train/accuracy, val/loss, val/accuracy, optim/learning_rate,
 perf/samples_per_s, perf/step_ms, perf/compute_ms, perf/node_ms, perf/communicate_ms, perf/wait_ms,

@@ -77,7 +77,7 @@ class Trainer:
         self.progress = Progress()
         self._step_began_at = 0.0
         self._batch_size = 0
-        self._sent_in_steps: int | None = None
+        self._costs: dict[str, int | None] = {"node_sent_bytes": None, "resident_bytes": None}
 
     def _place(self, model: nn.Module) -> nn.Module:
         model = model.to(self.device, self.dtype)
@@ -140,8 +140,8 @@ class Trainer:
         while self.progress.step < self.total_steps:
             totals = self.step_and_say()
             is_last = self.progress.step >= self.total_steps or totals.is_stop_wanted
-            if is_last and sent_before is not None:
-                self._sent_in_steps = (self._node_sent_bytes() or 0) - sent_before
+            if is_last:
+                self._take_costs(sent_before)
             if is_last or self._is_due(self.config.engine.eval_every_steps):
                 self.evaluate()
             if is_last or self._is_due(self.config.engine.checkpoint_every_steps):
@@ -289,13 +289,17 @@ class Trainer:
         """What the node has sent so far; its first worker tells for all of them."""
         return sent_bytes() if self.placement.local_rank == 0 else None
 
+    def _take_costs(self, sent_before: int | None) -> None:
+        """What the steps cost, before an evaluation and a checkpoint add to it and while all workers live."""
+        sent = self._node_sent_bytes()
+        is_counted = sent is not None and sent_before is not None
+        self._costs = {
+            "node_sent_bytes": (sent or 0) - (sent_before or 0) if is_counted else None,
+            "resident_bytes": resident_bytes(),
+        }
+
     def _say_end(self) -> None:
-        self.log.write(
-            "end",
-            step=self.progress.step,
-            node_sent_bytes=self._sent_in_steps,
-            resident_bytes=resident_bytes(),
-        )
+        self.log.write("end", step=self.progress.step, **self._costs)
 
     def _say_step(self, totals: StepTotals, data_s: float, samples: int) -> None:
         step_s = time.perf_counter() - self._step_began_at

@@ -55,9 +55,8 @@ class Tuning:
         return sorted({rate for own, _, rate in self.scores if own == method})
 
     def best(self, method: str, batch: int) -> float:
-        """The rate of the highest mean accuracy, of equals the one of the lowest loss."""
-        scores = {rate: self.scores[method, batch, rate] for rate in self.rates(method)}
-        return max(scores, key=lambda rate: (scores[rate].accuracy, -scores[rate].loss))
+        """The rate of the lowest mean loss: it still tells rates apart where all predictions are right."""
+        return min(self.rates(method), key=lambda rate: self.scores[method, batch, rate].loss)
 
     def scaled(self, method: str, batch: int) -> float:
         """The best rate of the smallest batch, scaled linearly."""

@@ -3,6 +3,7 @@
 Nothing is told by colour alone: a method has its own dash and marker too, and its name stands at its end.
 """
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -98,9 +99,9 @@ def accuracy_table(result: Result) -> Table:
 
 
 def rates(tuning: Tuning) -> go.Figure:
-    """Accuracy by learning rate, a line for each batch size: where the best rate lies, and how wide it is."""
+    """Loss by learning rate, a line for each batch size: where the best rate lies, and how wide it is."""
     count = len(next(iter(tuning.scores.values())).accuracies)
-    subtitle = f"mean of {count} tuning seed{'s' if count != 1 else ''}; ring: chosen"
+    subtitle = f"mean of {count} tuning seed{'s' if count != 1 else ''}; ring: lowest, chosen"
     figure = make_subplots(
         rows=1, cols=2, shared_yaxes=True, horizontal_spacing=0.09,
         subplot_titles=[_heading(name, subtitle) for name in METHODS.values()],
@@ -114,7 +115,8 @@ def rates(tuning: Tuning) -> go.Figure:
             type="log", title_text="peak learning rate", tickmode="array", tickvals=tried,
             ticktext=[f"{rate:g}" for rate in tried], row=1, col=col,
         )  # fmt: skip
-    figure.update_yaxes(title_text="accuracy on held-out samples", row=1, col=1)
+    figure.update_yaxes(type="log", dtick=1, tickformat="g", exponentformat="none")
+    figure.update_yaxes(title_text="loss on held-out samples", row=1, col=1)
     figure.update_layout(legend={"title": {"text": "batch"}})
     return _styled(figure)
 
@@ -125,18 +127,18 @@ def _rate_traces(tuning: Tuning, method: str, batch: int, index: int) -> Iterato
     color, symbol = _SEQUENCE[round(share * (len(_SEQUENCE) - 1))], _MARKERS[index % len(_MARKERS)]
     yield go.Scatter(
         x=tried,
-        y=[tuning.scores[method, batch, rate].accuracy for rate in tried],
+        y=[_finite(tuning.scores[method, batch, rate].loss) for rate in tried],
         name=str(batch),
         legendgroup=str(batch),
         showlegend=method == "sgd",
         mode="lines+markers",
         line={"color": color, "width": 2},
         marker={"color": color, "symbol": symbol, "size": 8},
-        hovertemplate=f"{METHODS[method]}, batch {batch}, rate %{{x:g}}: %{{y:.4f}}<extra></extra>",
+        hovertemplate=f"{METHODS[method]}, batch {batch}, rate %{{x:g}}: loss %{{y:.4g}}<extra></extra>",
     )
     yield go.Scatter(
         x=[best],
-        y=[tuning.scores[method, batch, best].accuracy],
+        y=[_finite(tuning.scores[method, batch, best].loss)],
         mode="markers",
         marker={"symbol": "circle-open", "size": 17, "color": color, "line": {"width": 2}},
         showlegend=False,
@@ -152,18 +154,15 @@ def rates_table(tuning: Tuning) -> Table:
         for batch in tuning.batch_sizes:
             best = tuning.best(method, batch)
             edge = "yes" if len(tried) > 2 and best in (tried[0], tried[-1]) else ""
-            score = tuning.scores[method, batch, best]
-            scaled = f"{tuning.scaled(method, batch):.3g}"
-            rows.append((METHODS[method], str(batch), f"{best:g}", f"{score.accuracy:.4f}", scaled, edge))
-    columns = (
-        "method",
-        "batch",
-        "best rate",
-        "its accuracy",
-        "rate scaled linearly",
-        "at the end of the grid",
-    )
-    return Table("Learning rates", columns, tuple(rows))
+            score, scaled = tuning.scores[method, batch, best], tuning.scaled(method, batch)
+            values = (best, score.loss, score.accuracy, scaled)
+            rows.append((METHODS[method], str(batch), *(f"{value:.4g}" for value in values), edge))
+    columns = ("method", "batch", "best rate", "its loss", "its accuracy", "scaled rate", "end of the grid")
+    return Table("Learning rates: best of those tried, and scaled linearly", columns, tuple(rows))
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
 
 
 def _heading(title: str, subtitle: str) -> str:

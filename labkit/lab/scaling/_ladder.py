@@ -50,7 +50,7 @@ class Ladder:
 
     base: ExperimentConfig
     batch_size: int = 64
-    large_batch_size: int = 256
+    large_batch_size: int = 128
     step_padding_s: float = 0.06
     compute_growth: float = 1.1
     sgd_rates: tuple[float, ...] = (0.1, 0.2, 0.4, 0.8)
@@ -73,7 +73,7 @@ class Ladder:
         base = from_overrides(
             {
                 "name": name,
-                "model": {"name": "mlp", "hidden_sizes": [512] * 5},
+                "model": {"name": "mlp", "hidden_sizes": [704] * 3},
                 "cluster": "4x4-1gbit",
                 "engine.num_epochs": 6,
                 "engine.num_threads": 1,

@@ -80,7 +80,7 @@ class Point:
 
     @property
     def node_bytes(self) -> float:
-        """Memory of the middle node: the first one also holds what evaluation and checkpoint left."""
+        """Memory of the middle node."""
         return statistics.median(self.memory_bytes)
 
 
