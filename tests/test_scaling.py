@@ -173,8 +173,8 @@ def _study(**changes: Any) -> Study:
 def test_every_worker_has_equally_many_samples_on_every_shape() -> None:
     study = _study(shapes=["1x4", "4x4"], link_mbit=[100, 1000])
     configs = study.configs()
-    assert [config.engine.global_batch_size for config in configs] == [32] * 4 + [128] * 4
-    assert [config.cluster.link_mbit for config in configs] == [None] * 4 + [1000.0] * 2 + [100.0] * 2
+    assert [config.engine.global_batch_size for config in configs] == [32] * 2 + [128] * 4
+    assert [config.cluster.link_mbit for config in configs] == [None] * 2 + [1000.0] * 2 + [100.0] * 2
     assert [config.sync.name for config in configs[:2]] == ["allreduce", "hierarchical"]
 
 

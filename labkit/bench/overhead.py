@@ -84,7 +84,7 @@ def _step_times(comm: Communicator) -> dict[str, list[float]]:
     flat = torch.zeros(sum(parameter.numel() for parameter in ours.parameters()))
 
     def labkit_step() -> None:
-        strategy.begin_step(len(inputs), 1)
+        strategy.begin_step(len(inputs), 1, expected_samples=_NUM_WORKERS * len(inputs))
         losses = nn.functional.cross_entropy(ours(inputs), targets, reduction="none")
         strategy.backward(losses, losses.detach())
         strategy.end_step(0.01)

@@ -125,7 +125,7 @@ def _timed(comm: Communicator, work: Callable[[], object], inner: int = 1) -> Ca
 
 def _our_step(strategy: Strategy, model: nn.Module, inputs: Tensor) -> Callable[[], None]:
     def step() -> None:
-        strategy.begin_step(len(inputs), 1)
+        strategy.begin_step(len(inputs), 1, expected_samples=16 * len(inputs))
         losses = model(inputs).square().mean(1)
         strategy.backward(losses, losses.detach())
         strategy.end_step(1e-6)

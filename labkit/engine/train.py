@@ -177,7 +177,9 @@ class Trainer:
             largest = max(self.local_batch_sizes)
             wanted = -(-largest // (engine.micro_batch_size or largest))
             pieces += [own[:0]] * (wanted - len(pieces))
-        self.strategy.begin_step(len(own), len(pieces), is_stop_wanted=self.is_stop_wanted())
+        self.strategy.begin_step(
+            len(own), len(pieces), expected_samples=len(batch), is_stop_wanted=self.is_stop_wanted()
+        )
         data_s = 0.0
         self.model.train()
         for piece in pieces:

@@ -62,19 +62,31 @@ class AllReduce:
         )
         self._running = RunningStatistics(model, comm)
 
-    def begin_step(self, num_samples: int, num_micro_steps: int, *, is_stop_wanted: bool = False) -> None:
-        self._record.begin(num_samples, num_micro_steps, is_stop_wanted=is_stop_wanted)
+    def begin_step(
+        self,
+        num_samples: int,
+        num_micro_steps: int,
+        *,
+        expected_samples: int = 1,
+        is_stop_wanted: bool = False,
+    ) -> None:
+        self._record.begin(
+            num_samples,
+            num_micro_steps,
+            expected_samples=expected_samples,
+            is_stop_wanted=is_stop_wanted,
+        )
         self._buckets.begin()
 
     def backward(self, losses: Tensor, accuracies: Tensor) -> None:
         if self._record.add(losses, accuracies):
             self._buckets.expect_last_micro_step()
-        losses.sum().backward()
+        self._record.loss(losses).backward()
 
     def end_step(self, learning_rate: float) -> StepTotals:
         # Without samples nothing has been sent yet; with them the last bucket may be on its way.
         extra = self._buckets.finish()
-        self._buckets.divide_(float(extra[0]))
+        self._buckets.divide_(self._record.correction(extra))
         totals = self._record.totals(extra)
         if self._clip_norm is not None:
             torch.nn.utils.clip_grad_norm_(self._parameters, self._clip_norm)

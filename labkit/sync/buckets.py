@@ -122,7 +122,9 @@ class GradientBuckets:
         return self._buckets[-1].extra
 
     def divide_(self, count: float) -> None:
-        """Turn sums into means."""
+        """Divide all gradients; by 1 costs nothing."""
+        if count == 1.0:
+            return
         for bucket in self._buckets:
             bucket.gradients.div_(count)
 

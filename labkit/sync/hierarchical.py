@@ -210,14 +210,26 @@ class Hierarchical:
 
     # --- a step --------------------------------------------------------------------------------------------
 
-    def begin_step(self, num_samples: int, num_micro_steps: int, *, is_stop_wanted: bool = False) -> None:
-        self._record.begin(num_samples, num_micro_steps, is_stop_wanted=is_stop_wanted)
+    def begin_step(
+        self,
+        num_samples: int,
+        num_micro_steps: int,
+        *,
+        expected_samples: int = 1,
+        is_stop_wanted: bool = False,
+    ) -> None:
+        self._record.begin(
+            num_samples,
+            num_micro_steps,
+            expected_samples=expected_samples,
+            is_stop_wanted=is_stop_wanted,
+        )
         self._gradients.begin()
 
     def backward(self, losses: Tensor, accuracies: Tensor) -> None:
         if self._record.add(losses, accuracies):
             self._gradients.expect_last_micro_step()
-        losses.sum().backward()
+        self._record.loss(losses).backward()
 
     def end_step(self, learning_rate: float) -> StepTotals:
         self._gradients.finish()
@@ -231,7 +243,7 @@ class Hierarchical:
         totals = replace(
             self._record.totals(extra), node_busy_s=busy_node_s, node_exposed_s=spent_s - busy_node_s
         )
-        self._slice.divide_(float(extra[0]))
+        self._slice.divide_(self._record.correction(extra))
         self._slice.step(learning_rate, self._clip_norm)
         self._num_updated += 1
         self._updated.set(self._num_updated)

@@ -67,8 +67,20 @@ class LocalSgd:
         first = self._spans[0].parameter
         self._unsaid = torch.zeros(self._record.size, dtype=torch.float64, device=first.device)
 
-    def begin_step(self, num_samples: int, num_micro_steps: int, *, is_stop_wanted: bool = False) -> None:
-        self._record.begin(num_samples, num_micro_steps, is_stop_wanted=is_stop_wanted)
+    def begin_step(
+        self,
+        num_samples: int,
+        num_micro_steps: int,
+        *,
+        expected_samples: int = 1,
+        is_stop_wanted: bool = False,
+    ) -> None:
+        self._record.begin(
+            num_samples,
+            num_micro_steps,
+            expected_samples=expected_samples,
+            is_stop_wanted=is_stop_wanted,
+        )
         self._optimizer.zero_grad(set_to_none=True)
 
     def backward(self, losses: Tensor, accuracies: Tensor) -> None:

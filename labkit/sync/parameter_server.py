@@ -56,14 +56,26 @@ class ParameterServer:
         self._gradients = flat.GradientRow(self._spans, self._row)
         self._running = RunningStatistics(model, comm)
 
-    def begin_step(self, num_samples: int, num_micro_steps: int, *, is_stop_wanted: bool = False) -> None:
-        self._record.begin(num_samples, num_micro_steps, is_stop_wanted=is_stop_wanted)
+    def begin_step(
+        self,
+        num_samples: int,
+        num_micro_steps: int,
+        *,
+        expected_samples: int = 1,
+        is_stop_wanted: bool = False,
+    ) -> None:
+        self._record.begin(
+            num_samples,
+            num_micro_steps,
+            expected_samples=expected_samples,
+            is_stop_wanted=is_stop_wanted,
+        )
         self._gradients.begin()
 
     def backward(self, losses: Tensor, accuracies: Tensor) -> None:
         if self._record.add(losses, accuracies):
             self._gradients.expect_last_micro_step()
-        losses.sum().backward()
+        self._record.loss(losses).backward()
 
     def end_step(self, learning_rate: float) -> StepTotals:
         self._gradients.finish()
@@ -82,7 +94,9 @@ class ParameterServer:
         for worker in workers:
             self._comm.receive_(self._inbox, worker)
             self._row.add_(self._inbox)
-        self._row[: len(self._parameters)].div_(float(self._extra[0]))
+        correction = self._record.correction(self._extra)
+        if correction != 1.0:
+            self._row[: len(self._parameters)].div_(correction)
         for span in self._spans:
             span.parameter.grad = self._row[span.start : span.end].view_as(span.parameter)
         if self._clip_norm is not None:

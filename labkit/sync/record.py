@@ -25,13 +25,17 @@ class StepRecord:
         self._rank = rank
         self._clock = clock
         self.num_samples = 0
+        self.expected_samples = 1
         self.num_micro_steps_left = 0
         self._is_stop_wanted = False
         self._sums: list[Tensor] = []
         self._started_at = self._ready_at = 0.0
 
-    def begin(self, num_samples: int, num_micro_steps: int, *, is_stop_wanted: bool) -> None:
+    def begin(
+        self, num_samples: int, num_micro_steps: int, *, expected_samples: int, is_stop_wanted: bool
+    ) -> None:
         """A step begins."""
+        self.expected_samples = expected_samples
         self.num_samples, self.num_micro_steps_left = num_samples, num_micro_steps
         self._is_stop_wanted = is_stop_wanted
         self._sums = []
@@ -46,6 +50,17 @@ class StepRecord:
         self._sums.append(torch.stack([losses.detach().sum().double(), accuracies.detach().sum().double()]))
         self.num_micro_steps_left -= 1
         return self.num_micro_steps_left == 0
+
+    def loss(self, losses: Tensor) -> Tensor:
+        """What to back-propagate: the sum over the expected samples, so that gradients come out as means.
+
+        Dividing the loss costs nothing; dividing the gradient costs a pass over memory.
+        """
+        return losses.sum() / self.expected_samples
+
+    def correction(self, extra: Tensor) -> float:
+        """What the summed gradient is still to be divided by: 1 when all expected samples were there."""
+        return float(extra[0]) / self.expected_samples
 
     def fill(self, extra: Tensor) -> None:
         """This worker's own work is done: write its numbers; shape (size,), zeros where others write."""

@@ -106,14 +106,26 @@ class ShardedHierarchical:
         self._node.all_reduce_(total).wait()
         return total
 
-    def begin_step(self, num_samples: int, num_micro_steps: int, *, is_stop_wanted: bool = False) -> None:
-        self._record.begin(num_samples, num_micro_steps, is_stop_wanted=is_stop_wanted)
+    def begin_step(
+        self,
+        num_samples: int,
+        num_micro_steps: int,
+        *,
+        expected_samples: int = 1,
+        is_stop_wanted: bool = False,
+    ) -> None:
+        self._record.begin(
+            num_samples,
+            num_micro_steps,
+            expected_samples=expected_samples,
+            is_stop_wanted=is_stop_wanted,
+        )
         self._gradients.begin()
 
     def backward(self, losses: Tensor, accuracies: Tensor) -> None:
         if self._record.add(losses, accuracies):
             self._gradients.expect_last_micro_step()
-        losses.sum().backward()
+        self._record.loss(losses).backward()
 
     def end_step(self, learning_rate: float) -> StepTotals:
         self._gradients.finish()
@@ -123,7 +135,7 @@ class ShardedHierarchical:
         self._reduce_between()
         counts.wait()
         totals = self._record.totals(self._extra)
-        self._slice.divide_(totals.num_samples)
+        self._slice.divide_(self._record.correction(self._extra))
         self._slice.step(learning_rate, self._clip_norm)
         self._node.all_gather_(self._parameters, self._own.clone()).wait()
         self._running.count(self._record.num_samples)

@@ -112,8 +112,9 @@ class SliceOptimizer:
         return self._share(row, self._own[0] if self._own else 0, squares)
 
     def divide_(self, count: float) -> None:
-        """Turn the slice's sums into means."""
-        self._gradient.div_(count)
+        """Divide the slice's gradient; by 1 costs nothing."""
+        if count != 1.0:
+            self._gradient.div_(count)
 
     def step(self, learning_rate: float, clip_norm: float | None) -> None:
         """Clip by the norm of the whole gradient and update the slice."""

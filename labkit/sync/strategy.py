@@ -40,8 +40,23 @@ class Strategy(Protocol):
     then `end_step`. All workers call `end_step` equally often.
     """
 
-    def begin_step(self, num_samples: int, num_micro_steps: int, *, is_stop_wanted: bool = False) -> None:
-        """Start a step in which this worker contributes `num_samples` samples."""
+    def begin_step(
+        self,
+        num_samples: int,
+        num_micro_steps: int,
+        *,
+        expected_samples: int = 1,
+        is_stop_wanted: bool = False,
+    ) -> None:
+        """Start a step in which this worker contributes `num_samples` samples.
+
+        Args:
+            num_samples: Of this worker.
+            num_micro_steps: Calls of `backward` to come.
+            expected_samples: Of the global batch, the same on all workers. It only saves work: gradients
+                are divided by the number of samples that really came.
+            is_stop_wanted: This worker wants all to stop after the step.
+        """
         ...
 
     def backward(self, losses: Tensor, accuracies: Tensor) -> None:

@@ -111,9 +111,13 @@ class Study:
         return [
             self.config(strategy, shape, mbit)
             for shape in self.shapes
-            for mbit in sorted(self.rates, reverse=True)
+            for mbit in self._rates_of(shape)
             for strategy in self.strategies
         ]
+
+    def _rates_of(self, shape: str) -> list[float]:
+        falling = sorted(self.rates, reverse=True)
+        return falling if len(load_cluster(shape).nodes) > 1 else falling[:1]
 
     def run(self, say: Callable[[str], object] = print) -> "Result":
         """Train everything that has not been trained before, one run at a time.
