@@ -213,7 +213,6 @@ def memory_floor(config: ExperimentConfig) -> ExperimentConfig | None:
         {
             "model": {"name": "mlp", "hidden_sizes": [1]},
             "cluster.link_mbit": None,
-            "launch.is_emulated": False,
             "engine.max_steps": 3,
             "engine.num_epochs": 1,
             "engine.step_padding_s": 0.0,
