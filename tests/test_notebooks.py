@@ -182,7 +182,7 @@ def test_a_failed_run_fails_its_notebook_with_the_root_cause_first(runs: Path, t
     (error,) = [o for c in executed["cells"] for o in c.get("outputs", []) if o["output_type"] == "error"]
     assert error["ename"] == "RunFailed" and status.error.message in error["evalue"]
     lines = "\n".join(error["traceback"])
-    assert "broken_model.py" in lines and "labkit/lab" not in lines, "the worker's traceback, not ours"
+    assert "broken_model.py" in lines and "labkit/lab/" not in lines, "the worker's traceback, not ours"
     assert _only_run(runs).read_json(_only_run(runs).verdict_file)["is_met"] is False
 
 
