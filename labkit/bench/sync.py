@@ -252,6 +252,7 @@ def _add_server(report: Report, times: dict[str, list[float]]) -> None:
 
 def _memory(comm: Communicator, placement: Placement, config: ExperimentConfig) -> int:
     """Resident bytes of this worker's parameters, gradients and momentum; shared pages by their share."""
+    torch.optim.SGD([nn.Parameter(torch.zeros(1))])  # imports 100 MB of torch, which is nobody's model
     before = resident_bytes() or 0
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(_WIDTH, _WIDTH, bias=False) for _ in range(_NUM_LAYERS)))
