@@ -437,6 +437,20 @@ def test_a_full_disk_is_refused_before_anything_starts(
         subprocess.run(["umount", "-l", str(disk)], check=True)
 
 
+def test_a_read_only_folder_is_refused_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = tmp_path / "disk"
+    _small_disk(disk, "1m")
+    try:
+        subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
+        monkeypatch.setenv("LABKIT_RUNS", str(disk / "runs"))
+        with pytest.raises(ConfigError, match="run folder must be writable, got .*Read-only file system"):
+            _start()
+    finally:
+        subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
 # --- several machines ------------------------------------------------------------------------------------
 
 _NODE_SCRIPT = """
