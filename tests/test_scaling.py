@@ -359,7 +359,6 @@ def test_an_emulated_run_sends_what_the_formula_says(runs: Path, netns: None, st
     point = scaling.run_point(from_overrides({"model.hidden_sizes": [512]}, base=config))
     assert point.is_emulated and point.strategy == strategy
     assert point.sent_bytes == pytest.approx(point.expected_bytes, rel=0.05)
-    assert point.step_s >= 0.9 * point.wire_s
     assert len(point.memory_bytes) == 2 and min(point.memory_bytes) > 1e6
 
 
