@@ -112,3 +112,12 @@ def _no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
     for pid in left.get("processes", set()):
         left[f"process {pid}"] = {_describe({pid})}  # type: ignore[arg-type]
     assert not left, f"the test left behind: {left}"
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """A test marked `gpu` needs CUDA; elsewhere, CI included, there is nothing to install for it."""
+    if item.get_closest_marker("gpu"):
+        import torch
+
+        if not torch.cuda.is_available():
+            pytest.skip("needs an NVIDIA GPU and a torch build with CUDA")

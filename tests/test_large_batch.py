@@ -65,7 +65,7 @@ def test_seeds_of_the_tuning_are_not_those_of_the_comparison(monkeypatch: pytest
     study = _study(num_seeds=3, num_tuning_seeds=2, seed=5)
     asked: list[set[int]] = []
 
-    def scores(self: Study, points: Any, seeds: range, say: Any) -> list[Score]:
+    def scores(self: Study, points: Any, seeds: range, *others: Any) -> list[Score]:
         asked.append({self.config(*points[0], seed).seed for seed in seeds})
         return [Score((0.5,), (1.0,)) for _ in points]
 
@@ -261,7 +261,8 @@ def test_the_notebook_runs_small_records_its_verdict_and_goes_on_from_what_is_th
     assert code == 0, said
     assert len(_outputs(executed, PLOTLY_MIME)) == 2
     assert (tmp_path / "out.ipynb").stat().st_size < MAX_KB * 1000
-    assert "4/4 LARS batch 1200 rate 2" in _printed(executed)
+    assert "4/4 LARS at 1200: best accuracy" in _printed(executed)
+    assert "8/8 LARS at 1200, rate tuned at each batch size: best accuracy" in _printed(executed)
     record = json.loads(large_batch.record_file("study").read_text())
     assert len(record["comparison"]) == 8 and len(record["tuning"]) == 4
     assert record["verdict"]["text"].startswith("At 1200 samples per update and equal epochs (1)")

@@ -13,8 +13,8 @@ from labkit.bench.harness import Report, interleave, ratios
 from labkit.lab import large_batch
 from labkit.optim.lars import Lars
 
-_REPEATS = 21
-_STEPS = 3  # of each measurement
+_REPEATS = 31
+_STEPS = 2  # of each measurement
 _RATE, _MOMENTUM, _DECAY = 0.1, 0.9, 1e-4
 
 # The 04_large_batch notebook, small: minutes instead of a quarter of an hour.

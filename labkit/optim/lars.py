@@ -229,8 +229,9 @@ class _Work:
         self.weight_decay = float(group["weight_decay"])
         self.trust_coefficient = float(group["trust_coefficient"])
         self.is_adapted = bool(group["is_adapted"])
-        self.weights: list[Tensor] = [weight for weight in group["params"] if weight.grad is not None]
-        self.gradients = [_dense(weight.grad) for weight in self.weights if weight.grad is not None]
+        pairs = [(weight, gradient) for weight in group["params"] if (gradient := weight.grad) is not None]
+        self.weights: list[Tensor] = [weight for weight, _ in pairs]
+        self.gradients = [_dense(gradient) for _, gradient in pairs]
         self.velocities = [_velocity(weight, state) if self.momentum else None for weight in self.weights]
 
     def rates(self, norms: Iterator[tuple[float, float]]) -> list[float]:
@@ -247,8 +248,9 @@ class _Work:
         """Update each tensor in the way that is cheapest for it; all ways give the same bits."""
         fused: dict[float, list[_Item]] = {}
         rest: dict[tuple[torch.device, torch.dtype], list[_Item]] = {}
+        smallest = _LANES if torch.get_num_threads() == 1 else _SMALLEST_FUSED
         for item in map(_Item, self.weights, self.gradients, self.velocities, rates):
-            bulk, tail = _cut(item)
+            bulk, tail = _cut(item, smallest)
             if bulk is not None:
                 fused.setdefault(bulk.rate, []).append(bulk)
             if tail is not None:
@@ -312,17 +314,16 @@ def _add_scaled_(targets: list[Tensor], tensors: list[Tensor], rates: list[float
             target.add_(tensor, alpha=rate)
 
 
-def _cut(item: _Item) -> tuple[_Item | None, _Item | None]:
+def _cut(item: _Item, smallest: int) -> tuple[_Item | None, _Item | None]:
     """What of a tensor torch's fused kernel shall update, and what is left.
 
     On a CPU it saves half the passes over memory. It works on whole vectors of numbers and rounds the last
     few in another way, so these are left: the bits do not depend on where a tensor is cut into pieces.
     """
     size = item.weight.numel()
-    is_worth_it = size >= _SMALLEST_FUSED or torch.get_num_threads() == 1
-    bulk = size // _LANES * _LANES if is_worth_it and _is_fusible(item) else 0
-    if bulk == 0:
+    if size < smallest or not _is_fusible(item):
         return None, item
+    bulk = size // _LANES * _LANES
     if bulk == size:
         return item, None
     return item.part(slice(None, bulk)), item.part(slice(bulk, None))
@@ -333,7 +334,7 @@ def _is_fusible(item: _Item) -> bool:
     weight, gradient, velocity, rate = item
     return (
         velocity is not None
-        and weight.device.type == "cpu"
+        and weight.is_cpu
         and weight.dtype == torch.float32
         and weight.is_contiguous()
         and gradient.is_contiguous()

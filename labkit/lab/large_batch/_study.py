@@ -2,6 +2,7 @@
 
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -131,7 +132,8 @@ class Study:
         """
         points = self._tries()
         seeds = range(_FIRST_TUNING_SEED, _FIRST_TUNING_SEED + self.num_tuning_seeds)
-        return Tuning(dict(zip(points, self._scores(points, seeds, say), strict=True)))
+        names = [f"{METHODS[method]} at {batch}" for method, batch, _ in points]
+        return Tuning(dict(zip(points, self._scores(points, seeds, names, say), strict=True)))
 
     def compare(self, tuning: Tuning, say: Callable[[str], object] = print) -> Result:
         """Train with the scaled and with the tuned rates, on seeds that chose neither.
@@ -143,7 +145,8 @@ class Study:
         labels = [(method, rule, batch) for method in METHODS for rule in RULES for batch in self.batch_sizes]
         choose = {"scaled": tuning.scaled, "tuned": tuning.best}
         points = [(method, batch, choose[rule](method, batch)) for method, rule, batch in labels]
-        scores = self._scores(points, range(self.num_seeds), say)
+        names = [f"{METHODS[method]} at {batch}, {RULES[rule]}" for method, rule, batch in labels]
+        scores = self._scores(points, range(self.num_seeds), names, say)
         rows = [
             Row(method, rule, batch, point[2], score)
             for (method, rule, batch), point, score in zip(labels, points, scores, strict=True)
@@ -151,10 +154,14 @@ class Study:
         return Result(tuple(rows), self.base.engine.num_epochs)
 
     def _scores(
-        self, points: Sequence[tuple[str, int, float]], seeds: range, say: Callable[[str], object]
+        self,
+        points: Sequence[tuple[str, int, float]],
+        seeds: range,
+        names: Sequence[str],
+        say: Callable[[str], object],
     ) -> list[Score]:
         configs = [self.config(*point, seed) for point in points for seed in seeds]
-        progress = _Progress(points, len(seeds), say)
+        progress = _Progress([name for name in names for _ in seeds], say)
         runs = run_all(configs, num_at_once=self.num_at_once, on_done=progress.count)
         return [_score(runs[i : i + len(seeds)]) for i in range(0, len(runs), len(seeds))]
 
@@ -184,27 +191,25 @@ def _num_samples(base: ExperimentConfig, given: int | None) -> int:
 
 
 class _Progress:
-    """Says a line whenever all seeds of a point are over."""
+    """Says a line whenever all runs of one name are over."""
 
-    def __init__(
-        self, points: Sequence[tuple[str, int, float]], num_seeds: int, say: Callable[[str], object]
-    ) -> None:
-        self._points, self._num_seeds, self._say = points, num_seeds, say
-        self._runs: dict[int, list[Run]] = {}
-        self._num_done = 0
+    def __init__(self, names: Sequence[str], say: Callable[[str], object]) -> None:
+        self._names, self._say = names, say
+        self._left = Counter(names)
+        self._best: dict[str, float] = {}
         self._began_at = time.monotonic()
 
     def count(self, index: int, run: Run) -> None:
-        place = index // self._num_seeds
-        runs = self._runs.setdefault(place, [])
-        runs.append(run)
-        if len(runs) < self._num_seeds:
+        """Take a run that is over."""
+        name = self._names[index]
+        self._left[name] -= 1
+        self._best[name] = max(self._best.get(name, 0.0), _score([run]).accuracy)
+        if self._left[name]:
             return
-        self._num_done += 1
-        method, batch, rate = self._points[place]
+        num_done = sum(left == 0 for left in self._left.values())
         self._say(
-            f"{self._num_done}/{len(self._points)} {METHODS[method]} batch {batch} rate {rate:g}: "
-            f"accuracy {_score(runs).accuracy:.4f} ({time.monotonic() - self._began_at:.0f} s)"
+            f"{num_done}/{len(self._left)} {name}: best accuracy {self._best[name]:.4f} "
+            f"({time.monotonic() - self._began_at:.0f} s)"
         )
 
 

@@ -115,7 +115,7 @@ def rates(tuning: Tuning) -> go.Figure:
             type="log", title_text="peak learning rate", tickmode="array", tickvals=tried,
             ticktext=[f"{rate:g}" for rate in tried], row=1, col=col,
         )  # fmt: skip
-    figure.update_yaxes(type="log", dtick=1, tickformat="g", exponentformat="none")
+    figure.update_yaxes(type="log", dtick=1, tickformat="~g")
     figure.update_yaxes(title_text="loss on held-out samples", row=1, col=1)
     figure.update_layout(legend={"title": {"text": "batch"}})
     return _styled(figure)
