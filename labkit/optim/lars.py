@@ -18,6 +18,7 @@ momentum: another optimizer as soon as the rate changes. Caffe's later versions 
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -28,7 +29,8 @@ from labkit.errors import ConfigError
 SquaredNorms = Callable[[list[Tensor], list[Tensor]], tuple[Tensor, Tensor]]
 """From tensors and their gradients to the sums of squares of each; shapes (n,), (n,)."""
 
-_CHUNK = 524_288  # elements; a float32 sum of 25 million squares may be 2 % off, one of so many 0.1 %
+_CHUNK = 1_048_576  # elements; a float32 sum of 25 million squares may be 2 % off, one of so many 0.2 %
+_PORTION = 1_000_000  # elements that are updated at once, while their norms have left them in the cache
 _SMALLEST_FUSED = 32_768  # elements; for fewer, the fused kernel wakes its threads in vain
 _SMALLEST_FUSED_RATE = 1e-8
 _LANES = 64  # elements; a multiple of what any CPU handles in one instruction
@@ -55,13 +57,12 @@ def is_small(parameter: Tensor) -> bool:
     return parameter.ndim <= 1
 
 
-def sums_of_squares(tensors: Sequence[Tensor]) -> Tensor:
+def sums_of_squares(tensors: Sequence[Tensor]) -> list[float]:
     """The sum of squares of each tensor, from norms of its chunks in float32 (float64 for float64).
 
-    Returns:
-        Shape (n,), float64, on the CPU: one transfer for each other device.
+    Norms of each other device than the CPU come over in one transfer.
     """
-    sums = torch.zeros(len(tensors), dtype=torch.float64)
+    sums = [0.0] * len(tensors)
     kinds: dict[tuple[torch.device, torch.dtype], tuple[list[int], list[Tensor]]] = {}
     for index, tensor in enumerate(tensors):
         owners, chunks = kinds.setdefault((tensor.device, tensor.dtype), ([], []))
@@ -70,15 +71,10 @@ def sums_of_squares(tensors: Sequence[Tensor]) -> Tensor:
         chunks += parts
     for (_, dtype), (owners, chunks) in kinds.items():
         exact = torch.float64 if dtype == torch.float64 else torch.float32
-        norms = torch.stack(torch._foreach_norm(chunks, dtype=exact))
-        sums.index_add_(0, torch.tensor(owners), norms.double().square().cpu())
+        norms = torch.stack(torch._foreach_norm(chunks, dtype=exact)).tolist()
+        for owner, norm in zip(owners, norms, strict=True):
+            sums[owner] += norm * norm
     return sums
-
-
-def norms_of_whole_tensors(weights: list[Tensor], gradients: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """The `squared_norms` of a worker that has every tensor as a whole."""
-    both = sums_of_squares([*weights, *gradients])
-    return both[: len(weights)], both[len(weights) :]
 
 
 class Lars(torch.optim.Optimizer):
@@ -113,7 +109,7 @@ class Lars(torch.optim.Optimizer):
         trust_coefficient: float = 0.001,
         is_small_adapted: bool = False,
         is_small_decayed: bool = False,
-        squared_norms: SquaredNorms = norms_of_whole_tensors,
+        squared_norms: SquaredNorms | None = None,
     ) -> None:
         """Check the settings and form the groups.
 
@@ -192,7 +188,11 @@ class Lars(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        work = [_Work(group, self.state) for group in self.param_groups]
+        work = [_Work.of(group, self.state) for group in self.param_groups]
+        if self._squared_norms is None:
+            for part in (few for whole in work for few in whole.portions()):
+                part.update_(part.rates(part.own_norms()))
+            return loss
         adapted = [part for part in work if part.is_adapted]
         squares = self._squared_norms(
             [weight for part in adapted for weight in part.weights],
@@ -221,18 +221,56 @@ class _Item(NamedTuple):
         return _Item(self.weight.view(-1)[which], self.gradient.view(-1)[which], velocity, self.rate)
 
 
+@dataclass(frozen=True)
 class _Work:
-    """What one group has to do in one step: its tensors that have a gradient."""
+    """What one group has to do in one step: its settings, and its tensors that have a gradient."""
 
-    def __init__(self, group: dict[str, Any], state: dict[Tensor, Any]) -> None:
-        self.lr, self.momentum = float(group["lr"]), float(group["momentum"])
-        self.weight_decay = float(group["weight_decay"])
-        self.trust_coefficient = float(group["trust_coefficient"])
-        self.is_adapted = bool(group["is_adapted"])
+    lr: float
+    momentum: float
+    weight_decay: float
+    trust_coefficient: float
+    is_adapted: bool
+    weights: list[Tensor]
+    gradients: list[Tensor]
+    velocities: list[Tensor | None]
+
+    @classmethod
+    def of(cls, group: dict[str, Any], state: dict[Tensor, Any]) -> "_Work":
         pairs = [(weight, gradient) for weight in group["params"] if (gradient := weight.grad) is not None]
-        self.weights: list[Tensor] = [weight for weight, _ in pairs]
-        self.gradients = [_dense(gradient) for _, gradient in pairs]
-        self.velocities = [_velocity(weight, state) if self.momentum else None for weight in self.weights]
+        return cls(
+            lr=float(group["lr"]),
+            momentum=float(group["momentum"]),
+            weight_decay=float(group["weight_decay"]),
+            trust_coefficient=float(group["trust_coefficient"]),
+            is_adapted=bool(group["is_adapted"]),
+            weights=[weight for weight, _ in pairs],
+            gradients=[_dense(gradient) for _, gradient in pairs],
+            velocities=[_velocity(weight, state) if group["momentum"] else None for weight, _ in pairs],
+        )
+
+    def portions(self) -> Iterator["_Work"]:
+        """Cut where a CPU's cache is full; other devices take all at once."""
+        start = size = 0
+        for end, weight in enumerate(self.weights, start=1):
+            size += weight.numel() if weight.is_cpu and self.is_adapted else 0
+            if size >= _PORTION or end == len(self.weights):
+                yield self._between(start, end)
+                start, size = end, 0
+
+    def _between(self, start: int, end: int) -> "_Work":
+        return replace(
+            self,
+            weights=self.weights[start:end],
+            gradients=self.gradients[start:end],
+            velocities=self.velocities[start:end],
+        )
+
+    def own_norms(self) -> Iterator[tuple[float, float]]:
+        """Norms of weight and gradient of each tensor that is adapted, where all tensors are whole."""
+        if not self.is_adapted:
+            return iter(())
+        roots = list(map(math.sqrt, sums_of_squares([*self.weights, *self.gradients])))
+        return zip(roots[: len(self.weights)], roots[len(self.weights) :], strict=True)
 
     def rates(self, norms: Iterator[tuple[float, float]]) -> list[float]:
         """Learning rate times trust ratio of each tensor; takes as many norms as it needs."""
