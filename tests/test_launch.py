@@ -7,7 +7,7 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
@@ -401,54 +401,42 @@ def test_a_runs_folder_that_can_not_be_made_is_refused(
         _start()
 
 
-def _small_disk(folder: Path, size: str) -> None:
+@pytest.fixture
+def small_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Path]]:
+    """Mounts a file system of a given size and puts the runs folder on it."""
     need(os.geteuid() == 0 and sys.platform == "linux", "a small file system needs root on Linux")
-    folder.mkdir()
-    done = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)], check=False)
-    need(done.returncode == 0, "mounting a tmpfs must be allowed")
-
-
-def test_a_disk_that_fills_up_fails_the_run_with_its_reason(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
     disk = tmp_path / "disk"
-    _small_disk(disk, "600k")
-    try:
+    disk.mkdir()
+
+    def mount(size: str) -> Path:
+        done = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(disk)], check=False)
+        need(done.returncode == 0, "mounting a tmpfs must be allowed")
         monkeypatch.setenv("LABKIT_RUNS", str(disk / "runs"))
-        run = _start(*LONG, "engine.keep_checkpoints=100", "engine.step_padding_s=0.0")
-        status = run.wait(WAIT_S)
-        assert status.state is RunState.FAILED
-        assert "No space left on device" in (status.error.message if status.error else "")
-    finally:
+        return disk
+
+    yield mount
+    if disk.is_mount():
         subprocess.run(["umount", "-l", str(disk)], check=True)
 
 
-def test_a_full_disk_is_refused_before_anything_starts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    disk = tmp_path / "disk"
-    _small_disk(disk, "16k")
-    try:
-        (disk / "filler").write_bytes(b"x" * 12288)
-        monkeypatch.setenv("LABKIT_RUNS", str(disk / "runs"))
-        with pytest.raises(ConfigError, match="run folder must be writable, got .*No space left on device"):
-            _start()
-    finally:
-        subprocess.run(["umount", "-l", str(disk)], check=True)
+def test_a_disk_that_fills_up_fails_the_run_with_its_reason(small_disk: Callable[[str], Path]) -> None:
+    small_disk("600k")
+    run = _start(*LONG, "engine.keep_checkpoints=100", "engine.step_padding_s=0.0")
+    status = run.wait(WAIT_S)
+    assert status.state is RunState.FAILED
+    assert "No space left on device" in (status.error.message if status.error else "")
 
 
-def test_a_read_only_folder_is_refused_before_anything_starts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    disk = tmp_path / "disk"
-    _small_disk(disk, "1m")
-    try:
-        subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
-        monkeypatch.setenv("LABKIT_RUNS", str(disk / "runs"))
-        with pytest.raises(ConfigError, match="run folder must be writable, got .*Read-only file system"):
-            _start()
-    finally:
-        subprocess.run(["umount", "-l", str(disk)], check=True)
+def test_a_full_disk_is_refused_before_anything_starts(small_disk: Callable[[str], Path]) -> None:
+    (small_disk("16k") / "filler").write_bytes(b"x" * 12288)
+    with pytest.raises(ConfigError, match="run folder must be writable, got .*No space left on device"):
+        _start()
+
+
+def test_a_read_only_folder_is_refused_before_anything_starts(small_disk: Callable[[str], Path]) -> None:
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk("1m"))], check=True)
+    with pytest.raises(ConfigError, match="run folder must be writable, got .*Read-only file system"):
+        _start()
 
 
 # --- several machines ------------------------------------------------------------------------------------

@@ -133,10 +133,3 @@ def _let_go_of_server() -> None:
         if fd is not None:
             os.close(fd)
             setattr(owner, name, None)
-
-
-def stop_server() -> None:
-    """End this process's fork server and the standard library's helper beside it (for tests)."""
-    with _lock:
-        _forkserver._forkserver._stop()  # type: ignore[attr-defined]
-        resource_tracker._resource_tracker._stop()  # type: ignore[attr-defined]

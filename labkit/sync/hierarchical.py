@@ -10,7 +10,6 @@ lower bound for N nodes (Patarasuk and Yuan, 2009).
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,6 +26,7 @@ from labkit.sync.node_reduce import Chunk, NodeReducer, cut
 from labkit.sync.record import StepRecord
 from labkit.sync.slice_optimizer import SliceOptimizer, agreed_names
 from labkit.sync.strategy import StepTotals
+from labkit.sync.synchronous import Synchronous
 from labkit.sync.tune import Plan, candidates, choose
 
 
@@ -61,7 +61,7 @@ class Topology:
         return [[node[index % len(node)] for node in self.nodes] for index in range(count)]
 
 
-class Hierarchical:
+class Hierarchical(Synchronous):
     """Two-level synchronous data parallelism. Batch statistics aside, it equals one process."""
 
     def __init__(
@@ -121,10 +121,10 @@ class Hierarchical:
         )
         row = self._rows[self._topology.local_rank]
         if config.is_overlapped:
-            self._gradients = flat.GradientRow(self._spans, row, self._reducer.fill)
+            self._collected = flat.GradientRow(self._spans, row, self._reducer.fill)
         else:
-            self._gradients = flat.GradientRow(self._spans, row)
-        self._running = RunningStatistics(model, comm)
+            self._collected = flat.GradientRow(self._spans, row)
+        super().__init__(self._record, self._collected, RunningStatistics(model, comm))
         self._node_s = self._reducer.node_s
 
     # --- set-up ------------------------------------------------------------------------------------------
@@ -210,29 +210,8 @@ class Hierarchical:
 
     # --- a step --------------------------------------------------------------------------------------------
 
-    def begin_step(
-        self,
-        num_samples: int,
-        num_micro_steps: int,
-        *,
-        expected_samples: int = 1,
-        is_stop_wanted: bool = False,
-    ) -> None:
-        self._record.begin(
-            num_samples,
-            num_micro_steps,
-            expected_samples=expected_samples,
-            is_stop_wanted=is_stop_wanted,
-        )
-        self._gradients.begin()
-
-    def backward(self, losses: Tensor, accuracies: Tensor) -> None:
-        if self._record.add(losses, accuracies):
-            self._gradients.expect_last_micro_step()
-        self._record.loss(losses).backward()
-
     def end_step(self, learning_rate: float) -> StepTotals:
-        self._gradients.finish()
+        self._collected.finish()
         busy_node_s = self._reducer.node_s - self._node_s
         self._record.fill(self._rows[self._topology.local_rank, self._num_parameters :])
         self._reducer.fill(self._reducer.num_elements)
@@ -268,15 +247,6 @@ class Hierarchical:
 
     # --- state ---------------------------------------------------------------------------------------------
 
-    def merged_buffers(self) -> AbstractContextManager[None]:
-        return self._running.merged()
-
-    def local_state(self) -> Tensor:
-        return self._running.local_state()
-
-    def load_local_state(self, state: Tensor) -> None:
-        self._running.load_local_state(state)
-
     def state_dict(self) -> dict[str, Any]:
         parts, scalars = self._slice.state()
         whole: dict[str, Tensor] = {}
@@ -292,6 +262,3 @@ class Hierarchical:
         parts, scalars = flat.flat_state(self._whole, self._spans, state, self._slice.start, self._slice.end)
         self._slice.load(parts, scalars)
         self._add_up()  # the model was loaded just before, by every replica into the same memory
-
-    def close(self) -> None:
-        self._gradients.close()

@@ -21,6 +21,7 @@ from labkit.sync import flat
 from labkit.sync.batch_norm import RunningStatistics
 from labkit.sync.record import StepRecord
 from labkit.sync.strategy import StepTotals
+from labkit.sync.whole_optimizer import update
 
 
 def is_due(step: int, period_steps: int, switch_step: int) -> bool:
@@ -126,11 +127,7 @@ class LocalSgd:
             assert parameter.grad is not None
             flat.require_dense(parameter.grad)
             parameter.grad.div_(count)
-        if self._clip_norm is not None:
-            nn.utils.clip_grad_norm_(parameters, self._clip_norm)
-        for group in self._optimizer.param_groups:
-            group["lr"] = learning_rate
-        self._optimizer.step()
+        update(self._optimizer, parameters, learning_rate, self._clip_norm)
 
     # --- averages ------------------------------------------------------------------------------------------
 

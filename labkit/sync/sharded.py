@@ -8,7 +8,6 @@ PR 411); each worker updates its slice; the parameters are all-gathered inside t
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -24,9 +23,10 @@ from labkit.sync.batch_norm import RunningStatistics
 from labkit.sync.record import StepRecord
 from labkit.sync.slice_optimizer import SliceOptimizer, agreed_names
 from labkit.sync.strategy import StepTotals
+from labkit.sync.synchronous import Synchronous
 
 
-class ShardedHierarchical:
+class ShardedHierarchical(Synchronous):
     """Two-level synchronous data parallelism over devices. Batch statistics aside, it equals one process."""
 
     def __init__(
@@ -68,7 +68,7 @@ class ShardedHierarchical:
             group for group in comm.groups(list(zip(*nodes, strict=True))) if group is not None
         )
         self._wire = torch.bfloat16 if config.wire == "bfloat16" else None
-        self._record = StepRecord(comm.rank, comm.world_size, clock)
+        record = StepRecord(comm.rank, comm.world_size, clock)
         self._spans = flat.spans(model)
         first = self._spans[0].parameter
         count = len(nodes[0])
@@ -77,7 +77,7 @@ class ShardedHierarchical:
         size = -(-self._num // (count * flat.GRAIN)) * flat.GRAIN
         self._parameters = torch.zeros(count * size, dtype=first.dtype, device=first.device)
         self._row = torch.zeros_like(self._parameters)
-        self._extra = torch.zeros(self._record.size, dtype=torch.float64, device=first.device)
+        self._extra = torch.zeros(record.size, dtype=torch.float64, device=first.device)
         flat.move_into(self._parameters, self._spans, is_first=True)
         for tensor in [self._parameters, *model.parameters(), *model.buffers()]:
             comm.broadcast_(tensor.data)
@@ -97,8 +97,8 @@ class ShardedHierarchical:
             bounds,
             self._share,
         )
-        self._gradients = flat.GradientRow(self._spans, self._row)
-        self._running = RunningStatistics(model, comm)
+        self._collected = flat.GradientRow(self._spans, self._row)
+        super().__init__(record, self._collected, RunningStatistics(model, comm))
 
     def _share(self, row: int, first: int, sums: Tensor) -> Tensor:
         total = torch.zeros(len(flat.pieces(self._spans)), dtype=torch.float64, device=self._row.device)
@@ -106,29 +106,8 @@ class ShardedHierarchical:
         self._node.all_reduce_(total).wait()
         return total
 
-    def begin_step(
-        self,
-        num_samples: int,
-        num_micro_steps: int,
-        *,
-        expected_samples: int = 1,
-        is_stop_wanted: bool = False,
-    ) -> None:
-        self._record.begin(
-            num_samples,
-            num_micro_steps,
-            expected_samples=expected_samples,
-            is_stop_wanted=is_stop_wanted,
-        )
-        self._gradients.begin()
-
-    def backward(self, losses: Tensor, accuracies: Tensor) -> None:
-        if self._record.add(losses, accuracies):
-            self._gradients.expect_last_micro_step()
-        self._record.loss(losses).backward()
-
     def end_step(self, learning_rate: float) -> StepTotals:
-        self._gradients.finish()
+        self._collected.finish()
         self._record.fill(self._extra)
         counts = self._comm.all_reduce_(self._extra)
         self._node.reduce_scatter_(self._shard, self._row).wait()
@@ -151,15 +130,6 @@ class ShardedHierarchical:
         self._between.all_reduce_(packed).wait()
         self._shard.copy_(packed)
 
-    def merged_buffers(self) -> AbstractContextManager[None]:
-        return self._running.merged()
-
-    def local_state(self) -> Tensor:
-        return self._running.local_state()
-
-    def load_local_state(self, state: Tensor) -> None:
-        self._running.load_local_state(state)
-
     def state_dict(self) -> dict[str, Any]:
         parts, scalars = self._slice.state()
         whole = torch.zeros_like(self._parameters)
@@ -175,6 +145,3 @@ class ShardedHierarchical:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         bounds = (self._slice.start, self._slice.end)
         self._slice.load(*flat.flat_state(self._whole, self._spans, state, *bounds))
-
-    def close(self) -> None:
-        self._gradients.close()
