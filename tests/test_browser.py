@@ -29,7 +29,7 @@ from tests.made_runs import MadeRun
 from tests.support import need
 
 try:
-    from playwright.sync_api import Page, sync_playwright
+    from playwright.sync_api import Page, expect, sync_playwright
 except ImportError:
     sync_playwright = None  # type: ignore[assignment]
 
@@ -290,7 +290,7 @@ def test_the_form_works_by_keyboard_alone(lab: Lab, tab: Tab) -> None:
     batch = page.get_by_label("Global batch")
     batch.wait_for(timeout=60_000)
     launch = page.get_by_role("button", name="Launch", exact=True)
-    assert launch.is_enabled()
+    expect(launch).to_be_enabled()
 
     batch.focus()
     page.keyboard.press("Control+A")
@@ -299,11 +299,11 @@ def test_the_form_works_by_keyboard_alone(lab: Lab, tab: Tab) -> None:
         has_text="engine.global_batch_size must be greater than 0, got 0"
     )
     alert.wait_for(timeout=10_000)
-    assert not launch.is_enabled()
+    expect(launch).to_be_disabled()
     page.keyboard.press("Control+A")
     page.keyboard.type("50")
     alert.wait_for(state="detached", timeout=10_000)
-    assert launch.is_enabled()
+    expect(launch).to_be_enabled()
     command = page.get_by_label("The same as a command")
     _wait_for(lambda: "engine.global_batch_size=50" in _after_a_moment(page, command.input_value), 10)
 
@@ -311,7 +311,7 @@ def test_the_form_works_by_keyboard_alone(lab: Lab, tab: Tab) -> None:
     page.keyboard.press("m")  # JupyterLab's own key for "make this cell Markdown"
     page.keyboard.press("ArrowDown")  # and for "next cell"
     page.keyboard.press("ArrowUp")
-    assert page.get_by_label("Model").input_value() == "mlp"
+    expect(page.get_by_label("Model")).to_have_value("mlp")
     for _ in range(20):
         page.keyboard.press("Tab")
         if page.evaluate("document.activeElement.textContent.trim() === 'Launch'"):
@@ -377,7 +377,7 @@ def test_without_anywidget_the_dashboard_still_shows_the_figure(lab: Lab, tab: T
     _run_all(page)
     page.wait_for_selector(".js-plotly-plot .main-svg", timeout=RENDER_MS)
     assert _steps(page) == list(range(1, 21))
-    assert page.get_by_text("pip install anywidget").is_visible()
+    expect(page.get_by_text("pip install anywidget")).to_be_visible()
     made.steps(21, 30)
     made.set_state(RunState.FINISHED)
     assert _wait_for_steps(page, 29)[-1] == 30
@@ -404,7 +404,7 @@ def test_an_executed_notebook_opens_and_draws(lab: Lab, tab: Tab, what: str) -> 
     if what == "diverged":
         page.get_by_text("at step").first.wait_for(timeout=10_000)
     page.get_by_text("The same as a table").first.click()
-    assert page.locator("table caption").first.is_visible()
+    expect(page.locator("table caption").first).to_be_visible()
 
 
 def test_the_report_draws_without_a_network(runs: Path, tab: Tab) -> None:

@@ -124,8 +124,8 @@ class Form:
             config = self.config
         except ConfigError as error:
             self._is_valid = False
-            self._message.value = markup.alert(str(error))
             self._launch_button.disabled = True
+            self._message.value = markup.alert(str(error))
             return
         self._is_valid = True
         self._message.value = ""
