@@ -3,6 +3,7 @@
 import os
 import random
 import signal
+import threading
 import time
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from torch import nn
 
 import labkit
 from labkit.cluster.placement import placements
-from labkit.comm import Arena, Communicator, Counters, PeerError, SoloCommunicator, padded_bytes
+from labkit.comm import Arena, Communicator, Counters, PeerError, SoloCommunicator, Work, padded_bytes
 from labkit.config import HierarchicalConfig, from_overrides
 from labkit.errors import ConfigError
 from labkit.launch.forked import WorkerFailed, run_workers
@@ -119,6 +120,58 @@ def test_pieces_are_the_same_for_any_slicing() -> None:
         assert borders <= {piece.start for piece in found} | {layout[-1].end}
 
 
+# --- while back-propagation runs -----------------------------------------------------------------------------------
+
+
+def _reducer_of_node(comm: Communicator, num: int) -> tuple[torch.Tensor, NodeReducer]:
+    """One node whose only sender is worker 0."""
+    arena = Arena(comm, padded_bytes(2 * num, torch.float32) + 2 * Counters.bytes_for(2))
+    rows = arena.tensor(2 * num, torch.float32).view(2, num)
+    ready, done = (Counters(arena, comm, ["worker 0", "worker 1"], 10.0) for _ in range(2))
+    senders = comm.groups([[0]])
+    chunks = cut(num, num // 2, 1)
+    return rows, NodeReducer(rows, chunks, senders, ready, done, wire=torch.float32, is_overlapped=True)
+
+
+def _compute_on(comm: Communicator) -> tuple[float, float, bool]:
+    rows, reducer = _reducer_of_node(comm, 8)
+    rows[comm.rank] = comm.rank + 1.0
+    if comm.rank == 1:
+        time.sleep(0.3)  # the slowest fills last, long after the sender last called anything
+    reducer.fill(4)
+    deadline = time.monotonic() + 10
+    while comm.rank == 0 and float(rows[0, 0]) != 3.0 and time.monotonic() < deadline:
+        time.sleep(1e-3)
+    before = float(rows[0, 0])
+    reducer.fill(8)
+    reducer.finish()
+    reducer.close()
+    return before, float(rows[0, 7]), any(t.name == "labkit-reduce" for t in threading.enumerate())
+
+
+def test_a_chunk_goes_out_when_the_slowest_has_filled_it_though_its_sender_computes() -> None:
+    first, _ = run_workers(_compute_on, 2)
+    assert first == (3.0, 3.0, False)
+
+
+class _Cut(SoloCommunicator):
+    def all_reduce_(self, tensor: torch.Tensor) -> Work:
+        raise PeerError("the wire is cut")
+
+
+def test_what_fails_in_the_thread_is_raised_in_the_step() -> None:
+    alone = SoloCommunicator()
+    arena = Arena(alone, padded_bytes(8, torch.float32) + 2 * Counters.bytes_for(1))
+    rows = arena.tensor(8, torch.float32).view(1, 8)
+    ready, done = (Counters(arena, alone, ["worker 0"], 10.0) for _ in range(2))
+    chunks = cut(8, 4, 1)
+    reducer = NodeReducer(rows, chunks, [_Cut()], ready, done, wire=torch.float32, is_overlapped=True)
+    reducer.fill(4)
+    with pytest.raises(PeerError, match="the wire is cut"):
+        reducer.finish()
+    reducer.close()
+
+
 # --- bfloat16 on the wire ---------------------------------------------------------------------------------------
 
 
@@ -210,7 +263,8 @@ def test_a_node_holds_parameters_and_state_once() -> None:
 
 def test_what_the_user_fixes_is_not_tried() -> None:
     nodes = [[0, 1], [2, 3]]
-    assert len(candidates(HierarchicalConfig(), nodes, 40_000_000)) == 4
+    assert candidates(HierarchicalConfig(), nodes, 40_000_000) == [Plan(2, 2**20), Plan(1, 2**20)]
+    assert len(candidates(HierarchicalConfig(is_overlapped=False), nodes, 40_000_000)) == 4
     assert candidates(HierarchicalConfig(num_senders=2, chunk_bytes=100), nodes, 10) == [Plan(2, 100)]
     assert len(candidates(HierarchicalConfig(), [[0, 1, 2]], 40_000_000)) == 1  # one node: no wire
 

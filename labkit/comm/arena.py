@@ -25,7 +25,7 @@ from labkit.errors import ConfigError
 
 _PAGE_BYTES = 4096
 _LINE_INT64S = 8  # counters of different workers lie on different cache lines
-_SPINS = 20
+_SPINS = 100
 _NAP_S = 50e-6
 _LOOK_EVERY_S = 0.2
 

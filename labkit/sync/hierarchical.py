@@ -167,17 +167,21 @@ class Hierarchical(Synchronous):
             for count in sorted({p.num_senders for p in options})
         }
 
-        def reducer(plan: Plan, num: int, ready: Counters, done: Counters) -> NodeReducer:
+        def reducer(
+            plan: Plan, num: int, ready: Counters, done: Counters, *, is_overlapped: bool = False
+        ) -> NodeReducer:
             chunks = cut(num, max(1, plan.chunk_bytes // element_bytes), plan.num_senders)
             if num == self._num_parameters:
                 chunks.append(Chunk(num, num + self._record.size, 0, is_exact=True))
             rows = self._rows[:, : chunks[-1].end]
-            return NodeReducer(rows, chunks, communicators[plan.num_senders], ready, done, wire=wire)
+            senders = communicators[plan.num_senders]
+            return NodeReducer(rows, chunks, senders, ready, done, wire=wire, is_overlapped=is_overlapped)
 
         plan, reason = choose(options, self._comm, self._time_of(reducer))
         say(f"hierarchical: {reason}")
         self._rows[self._topology.local_rank].zero_()  # of what the trials left
-        return reducer(plan, self._num_parameters, self._ready, self._done)
+        num, is_overlapped = self._num_parameters, config.is_overlapped
+        return reducer(plan, num, self._ready, self._done, is_overlapped=is_overlapped)
 
     def _time_of(
         self, reducer: Callable[[Plan, int, Counters, Counters], NodeReducer]
@@ -202,6 +206,10 @@ class Hierarchical(Synchronous):
         names = [f"worker {rank}" for rank in self._topology.nodes[self._topology.own]]
         arena = Arena(self._node, 2 * Counters.bytes_for(len(names)))
         return Counters(arena, self._node, names, 60.0), Counters(arena, self._node, names, 60.0)
+
+    def close(self) -> None:
+        super().close()
+        self._reducer.close()
 
     @property
     def reducer(self) -> NodeReducer:

@@ -11,7 +11,7 @@ from labkit.config import HierarchicalConfig
 DEFAULT_CHUNK_BYTES = 2**20
 _TRIAL_BYTES = 4 * 2**20
 _PATIENCE_S = 0.5
-_CLEAR_GAIN = 0.03
+_CLEAR_GAIN = 0.05
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,9 @@ class Plan:
 def candidates(config: HierarchicalConfig, nodes: Sequence[Sequence[int]], size_bytes: int) -> list[Plan]:
     """The plans worth a trial, the usual one first; one only when nothing is left to choose.
 
+    While back-propagation runs, many senders share the work of adding up, and chunks are small: the first
+    one leaves sooner, and the last one is shorter. Trials measure the sum alone and would not see that.
+
     Args:
         config: What is fixed by the user.
         nodes: Ranks of each node.
@@ -44,10 +47,12 @@ def candidates(config: HierarchicalConfig, nodes: Sequence[Sequence[int]], size_
         # No wire: every worker adds up an equal part.
         senders = config.num_senders or fewest
         return [Plan(senders, config.chunk_bytes or max(2**18, -(-size_bytes // senders)))]
-    counts = [config.num_senders] if config.num_senders else sorted({1, fewest})
-    sizes = [config.chunk_bytes] if config.chunk_bytes else [DEFAULT_CHUNK_BYTES, 4 * DEFAULT_CHUNK_BYTES]
-    if size_bytes <= DEFAULT_CHUNK_BYTES and not config.chunk_bytes:
-        sizes = [DEFAULT_CHUNK_BYTES]
+    counts = sorted({1, fewest}, reverse=config.is_overlapped)
+    if config.num_senders:
+        counts = [config.num_senders]
+    sizes = [config.chunk_bytes or DEFAULT_CHUNK_BYTES]
+    if not config.is_overlapped and not config.chunk_bytes and size_bytes > DEFAULT_CHUNK_BYTES:
+        sizes.append(4 * DEFAULT_CHUNK_BYTES)
     return [Plan(count, size) for count in counts for size in sizes]
 
 
