@@ -244,6 +244,21 @@ def test_local_batches_must_sum_to_the_global_batch() -> None:
     assert from_overrides([cluster, "engine.global_batch_size=70"]).engine.global_batch_size == 70
 
 
+@pytest.mark.parametrize(
+    ("overrides", "steps"),
+    [
+        (["engine.num_epochs=2"], 48),
+        (["engine.max_steps=5"], 5),
+        (["data=text", "model=gpt", "engine.max_steps=5"], 5),
+    ],
+)
+def test_a_schedule_shorter_than_its_warmup_is_refused(overrides: list[str], steps: int) -> None:
+    from_overrides([*overrides, f"schedule.warmup_steps={steps}"])
+    message = f"schedule.warmup_steps must be at most the {steps} steps of the run, got {steps + 1}"
+    with pytest.raises(ConfigError, match=message):
+        from_overrides([*overrides, f"schedule.warmup_steps={steps + 1}"])
+
+
 def test_local_batches_are_given_for_all_or_none() -> None:
     message = _refused(["cluster={nodes: [{name: a, workers: [{local_batch_size: 64}, {}]}]}"])
     assert "for all 2 workers or for none, got 1" in message

@@ -37,7 +37,7 @@ from labkit.tasks import (
 def test_every_sample_exactly_once_per_epoch(num_samples: int, batch: int, seed: int) -> None:
     sampler = GlobalSampler(num_samples, batch, seed)
     state, seen = SamplerState(), []
-    for _ in range(sampler.steps_per_epoch):
+    for _ in range(-(-num_samples // batch)):
         indices, state = sampler.batch(state)
         seen.extend(indices.tolist())
     assert sorted(seen) == list(range(num_samples))
@@ -48,7 +48,7 @@ def test_every_sample_exactly_once_per_epoch(num_samples: int, batch: int, seed:
 def test_any_workers_with_any_shares_see_the_same_global_batches(num_samples: int, sizes: list[int]) -> None:
     sampler = GlobalSampler(num_samples, sum(sizes), 5)
     state = SamplerState()
-    for _ in range(2 * sampler.steps_per_epoch):
+    for _ in range(2 * -(-num_samples // sum(sizes))):
         batch, state = sampler.batch(state)
         parts = [own_part(batch, sizes, rank).tolist() for rank in range(len(sizes))]
         assert [index for part in parts for index in part] == batch.tolist()

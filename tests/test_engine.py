@@ -324,3 +324,22 @@ def test_refuses_more_workers_than_samples(tmp_path: Path) -> None:
         return str(caught.value)
 
     assert "at most as many workers as training samples (2), got 3" in run_workers(build, 3)[0]
+
+
+def test_refuses_a_warmup_longer_than_the_data_lasts(tmp_path: Path) -> None:
+    config = _config(
+        "model=gpt",
+        "data=text",
+        "data.max_bytes=200000",
+        "engine.max_steps=null",
+        "schedule.warmup_steps=100000",
+    )
+    path = _folder(tmp_path / "run", config)
+
+    def build(comm: Communicator) -> str:
+        with pytest.raises(ConfigError) as caught:
+            _trainer(comm, config, RunFolder(path))
+        return str(caught.value)
+
+    (text,) = run_workers(build, 1)
+    assert text.startswith("schedule.warmup_steps must be at most the ") and "got 100000" in text

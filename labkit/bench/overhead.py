@@ -128,7 +128,7 @@ def _allreduce_against_ddp(report: Report) -> None:
 # --- events and tracking ----------------------------------------------------------------------------------
 
 _BLOCK_STEPS = 60
-_NUM_BLOCKS = 16
+_NUM_BLOCKS = 40
 
 
 class _Muted:

@@ -468,12 +468,32 @@ class ExperimentConfig(Section):
     @model_validator(mode="after")
     def _warmup_fits(self) -> "ExperimentConfig":
         steps = self.engine.max_steps
-        if steps is not None and self.schedule.warmup_steps > steps:
-            raise ValueError(
-                f"schedule.warmup_steps must be at most engine.max_steps ({steps}), got "
-                f"{self.schedule.warmup_steps}. Shorten the warm-up."
-            )
+        if isinstance(self.data, DigitsConfig):
+            steps = self.total_steps(1797 - self.data.num_val)
+        if steps is not None:
+            self.require_warmup_within(steps)
         return self
+
+    def require_warmup_within(self, total_steps: int) -> None:
+        """Refuse a schedule that would end before its warm-up does.
+
+        Raises:
+            ValueError: it would.
+        """
+        if self.schedule.warmup_steps > total_steps:
+            raise ValueError(
+                f"schedule.warmup_steps must be at most the {total_steps} steps of the run, got "
+                f"{self.schedule.warmup_steps}. Shorten the warm-up, or train for more epochs."
+            )
+
+    def total_steps(self, num_samples: int) -> int:
+        """Steps of the whole run.
+
+        Args:
+            num_samples: Training samples; the last batch of an epoch may be smaller.
+        """
+        steps = self.engine.num_epochs * -(-num_samples // self.engine.global_batch_size)
+        return min(steps, self.engine.max_steps) if self.engine.max_steps else steps
 
     @model_validator(mode="after")
     def _model_fits_data(self) -> "ExperimentConfig":

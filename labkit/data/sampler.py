@@ -49,11 +49,6 @@ class GlobalSampler:
         self._epoch = -1
         self._order: Indices = np.empty(0, np.int64)
 
-    @property
-    def steps_per_epoch(self) -> int:
-        """Global batches per epoch; the last one may be smaller."""
-        return -(-self.num_samples // self.global_batch_size)
-
     def order(self, epoch: int) -> Indices:
         """The whole order of an epoch; shape (num_samples,)."""
         if epoch != self._epoch:

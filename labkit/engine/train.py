@@ -53,7 +53,8 @@ class Trainer:
         """Load the data, build the model and its strategy, the same on every worker.
 
         Raises:
-            ConfigError: the data has fewer samples than there are workers.
+            ConfigError: the data has fewer samples than there are workers, or makes fewer steps than the
+                warm-up.
         """
         self.config, self.placement, self.comm, self.log, self.folder = config, placement, comm, log, folder
         self.device = device
@@ -66,6 +67,11 @@ class Trainer:
                 f"cluster must have at most as many workers as training samples ({num_samples}), got "
                 f"{placement.world_size}. Use fewer workers."
             )
+        self.total_steps = config.total_steps(num_samples)
+        try:
+            config.require_warmup_within(self.total_steps)
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
         random_state.seed_everything(config.seed, "model")
         self.model = self._place(build_model(config.model, self.data.info))
         self.pace = pace_of(config, placement.rank, self._clock)
@@ -99,13 +105,6 @@ class Trainer:
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
         return time.perf_counter()
-
-    @property
-    def total_steps(self) -> int:
-        """Steps of the whole run."""
-        engine = self.config.engine
-        steps = engine.num_epochs * self.sampler.steps_per_epoch
-        return min(steps, engine.max_steps) if engine.max_steps else steps
 
     def resume(self) -> None:
         """Go on from the newest whole checkpoint, if there is one."""
