@@ -184,12 +184,13 @@ class ClusterConfig(Section):
     @field_validator("nodes")
     @classmethod
     def _names_differ(cls, nodes: tuple[NodeConfig, ...]) -> tuple[NodeConfig, ...]:
-        names = [node.name for node in nodes]
-        for name in names:
-            if names.count(name) > 1:
+        seen: set[str] = set()
+        for node in nodes:
+            if node.name in seen:
                 raise ValueError(
-                    f"cluster.nodes must have names that differ, got {name!r} twice. Rename one."
+                    f"cluster.nodes must have names that differ, got {node.name!r} twice. Rename one."
                 )
+            seen.add(node.name)
         return nodes
 
     @property
