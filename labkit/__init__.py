@@ -7,9 +7,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from labkit.cluster.plan import make_plan
     from labkit.config import ExperimentConfig, from_mapping, from_overrides, from_parameters, load
     from labkit.errors import ConfigError, LabkitError, RunFailed
-    from labkit.lab import figures, large_batch, scaling, tables
+    from labkit.lab import figures, heterogeneity, large_batch, scaling, tables
     from labkit.lab.command import as_command
     from labkit.lab.failure import raise_if_failed
     from labkit.lab.interactive import is_interactive
@@ -23,10 +24,12 @@ if TYPE_CHECKING:
     from labkit.lab.trace import write_trace
     from labkit.lab.widgets.dashboard import Dashboard
     from labkit.lab.widgets.form import Form
+    from labkit.lab.widgets.plan_explorer import PlanExplorer
     from labkit.launch import Run, attach, resume, start, warm_up
     from labkit.runfolder import RunFolder, RunState, RunStatus, all_runs, find_run
 
 _HOME = {
+    "labkit.cluster.plan": ("make_plan",),
     "labkit.config": ("ExperimentConfig", "from_mapping", "from_overrides", "from_parameters", "load"),
     "labkit.errors": ("ConfigError", "LabkitError", "RunFailed"),
     "labkit.lab.command": ("as_command",),
@@ -42,11 +45,13 @@ _HOME = {
     "labkit.lab.trace": ("write_trace",),
     "labkit.lab.widgets.dashboard": ("Dashboard",),
     "labkit.lab.widgets.form": ("Form",),
+    "labkit.lab.widgets.plan_explorer": ("PlanExplorer",),
     "labkit.launch": ("Run", "attach", "resume", "start", "warm_up"),
     "labkit.runfolder": ("RunFolder", "RunState", "RunStatus", "all_runs", "find_run"),
 }
 _MODULES = {
     "figures": "labkit.lab.figures",
+    "heterogeneity": "labkit.lab.heterogeneity",
     "large_batch": "labkit.lab.large_batch",
     "scaling": "labkit.lab.scaling",
     "tables": "labkit.lab.tables",

@@ -380,13 +380,15 @@ def run_key(config: ExperimentConfig, code: Mapping[str, str]) -> str:
     """The name of a run by its content: 10 hex digits over what can change its result.
 
     Args:
-        config: The experiment. Its `launch` section and `name` do not count, but for `is_emulated`: on links
-            of given rates a run takes another time.
+        config: The experiment. Its `launch` section and `name` do not count, but for `purpose` and
+            `is_emulated`: on links of given rates a run takes another time.
         code: Digest of each source file that takes part, by a name without machine paths.
     """
     identity = config.model_dump(mode="json", exclude={"launch", "name"})
     if config.launch.is_emulated:
         identity["is_emulated"] = True
+    if config.launch.purpose != "train":
+        identity["purpose"] = config.launch.purpose
     text = canonical_json({"config": identity, "code": dict(code)})
     return hashlib.sha256(text.encode()).hexdigest()[:10]
 

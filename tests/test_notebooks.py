@@ -12,7 +12,7 @@ import nbformat
 import pytest
 
 from labkit.config import from_parameters
-from labkit.lab import large_batch, scaling
+from labkit.lab import heterogeneity, large_batch, scaling
 from labkit.lab.show import PLOTLY_MIME
 from labkit.runfolder import RunFolder, RunState, all_runs
 
@@ -22,6 +22,7 @@ MAX_KB = 300
 STUDIES: dict[str, Any] = {  # of several runs
     "03_scaling.ipynb": scaling.Study.from_parameters,
     "04_large_batch.ipynb": large_batch.Study.from_parameters,
+    "05_heterogeneity.ipynb": heterogeneity.Study.from_parameters,
 }
 
 

@@ -13,6 +13,8 @@ import click
 from labkit.cli.cluster import cluster
 from labkit.cli.control import attach, logs, resume, stop, sync
 from labkit.cli.inspect import bench, config, doctor, schema, trace
+from labkit.cli.plan import plan
+from labkit.cli.probe import probe
 from labkit.cli.reproduce import reproduce
 from labkit.cli.run import run
 from labkit.cli.serve import lab, ui
@@ -35,6 +37,8 @@ _VERBS = (
     config,
     schema,
     cluster,
+    probe,
+    plan,
     bench,
 )
 

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import click
 
+from labkit.cluster.plan_file import pin, read_plan
 from labkit.config import ExperimentConfig, cluster_presets, from_overrides, load, parse_yaml
 from labkit.errors import ConfigError
 
@@ -27,6 +28,7 @@ class Choice:
         texts: `key=value` texts, in their order.
         timeout_s: Longest life of the run, seconds.
         is_emulated: Nodes as namespaces, links of the cluster file's rates.
+        plan: A file with the workers' shares.
     """
 
     target: Path | None
@@ -35,6 +37,7 @@ class Choice:
     texts: tuple[str, ...]
     timeout_s: float | None
     is_emulated: bool = False
+    plan: str | None = None
 
     @property
     def is_notebook(self) -> bool:
@@ -49,6 +52,7 @@ def experiment_options(verb: _Verb) -> _Verb:
         click.option("-p", "parameters", multiple=True, metavar="KEY=VALUE", help="The same as KEY=VALUE."),
         click.option("-f", "file", metavar="PARAMS.yaml", help="Set the values of a YAML file."),
         click.option("--cluster", metavar="FILE|PRESET|NxM", help="A cluster, or N nodes of M workers."),
+        click.option("--plan", metavar="FILE.yaml", help="Shares, as `labkit plan --save` wrote them."),
         click.option("--emulate", "is_emulated", is_flag=True, help="Shape the links as the cluster says."),
         click.option("--name", help="Name of the experiment: its folder under runs/, and in MLflow."),
         click.option("--timeout", "timeout_s", type=float, metavar="S", help="Longest life of the run."),
@@ -66,6 +70,7 @@ def read_choice(
     name: str | None = None,
     timeout_s: float | None = None,
     is_emulated: bool = False,
+    plan: str | None = None,
 ) -> Choice:
     """Sort the words of a command line.
 
@@ -83,6 +88,7 @@ def read_choice(
         texts=(*parameters, *(word for word in words if word not in targets)),
         timeout_s=timeout_s,
         is_emulated=is_emulated,
+        plan=plan,
     )
 
 
@@ -128,7 +134,7 @@ def _read_values(file: str | None) -> Mapping[str, Any]:
 
 
 def build_config(choice: Choice) -> ExperimentConfig:
-    """The experiment that was chosen. Later sources win: its file, -f, options, `key=value`.
+    """The experiment that was chosen. Later sources win: its file, -f, options, `key=value`, a plan's shares.
 
     Raises:
         ConfigError: a file or a setting is wrong.
@@ -141,4 +147,5 @@ def build_config(choice: Choice) -> ExperimentConfig:
     values |= _standing(values.get("cluster"))
     # JSON is YAML, so nothing changes its type on the way.
     overrides = [*(f"{key}={json.dumps(value)}" for key, value in values.items()), *choice.texts]
-    return from_overrides(overrides, base=base) if overrides else base
+    config = from_overrides(overrides, base=base) if overrides else base
+    return pin(config, read_plan(choice.plan), choice.plan) if choice.plan else config

@@ -1,8 +1,7 @@
-"""Where each rank runs and which part of a global batch is its own."""
+"""Where each rank runs."""
 
 from dataclasses import dataclass
 
-from labkit.cluster.partition import split_batch
 from labkit.config import ClusterConfig
 
 
@@ -46,14 +45,3 @@ def placements(cluster: ClusterConfig) -> list[Placement]:
                 )
             )
     return found
-
-
-def local_batch_sizes(cluster: ClusterConfig, global_batch_size: int) -> list[int]:
-    """Each worker's samples of a full global batch: what the cluster file gives, else an even split.
-
-    Returns:
-        Integers summing to `global_batch_size`; shape (W,).
-    """
-    given = [worker.local_batch_size for node in cluster.nodes for worker in node.workers]
-    stated = [size for size in given if size is not None]
-    return stated if stated else split_batch(global_batch_size, [1] * len(given))

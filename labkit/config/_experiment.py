@@ -129,6 +129,41 @@ DataConfig = Annotated[
 # --- cluster ---------------------------------------------------------------------------------
 
 
+class ProfileConfig(Section):
+    """What `labkit probe` measured of a device: alpha + beta * b seconds for a micro-step of b samples."""
+
+    alpha_s: Annotated[float, Field(ge=0)] = Field(description="seconds of a micro-step whatever its size")
+    beta_s: PositiveFloat = Field(description="seconds per sample")
+    max_micro_batch_size: PositiveInt | None = Field(
+        None, description="largest micro-step that fits in its memory; none: no limit was met"
+    )
+    smallest: PositiveInt = Field(1, description="smallest batch measured")
+    largest: PositiveInt = Field(1, description="largest batch measured")
+    residual: Annotated[float, Field(ge=0)] = Field(
+        0.0, description="root mean square of the fit's relative errors"
+    )
+    uncertainty: Annotated[float, Field(ge=0)] = Field(
+        0.0, description="spread of the prediction between repeats, relative"
+    )
+
+
+class MeasuredLinkConfig(Section):
+    """What `labkit probe` measured between two nodes, or between two workers of one."""
+
+    source: str = Field(description="a node's name")
+    target: str = Field(description="a node's name; the same one: inside the node")
+    mbit: PositiveFloat = Field(description="payload rate, Mbit/s")
+    latency_s: Annotated[float, Field(ge=0)] = Field(description="half a round trip of a small message")
+
+
+class ThrottleConfig(Section):
+    """An emulated device that is slower for a while: another tenant, or heat."""
+
+    factor: PositiveFloat = Field(description="how many times as long everything takes meanwhile")
+    from_step: PositiveInt = Field(1, description="first slow step")
+    to_step: PositiveInt | None = Field(None, description="last slow step; none: to the end")
+
+
 class WorkerConfig(Section):
     """One rank."""
 
@@ -143,10 +178,18 @@ class WorkerConfig(Section):
     speed: PositiveFloat = Field(
         1.0, description="emulated speed: engine.step_padding_s is for an even share at speed 1"
     )
+    throttle: ThrottleConfig | None = Field(None, description="emulated: slower for a while")
+    max_batch_size: PositiveInt | None = Field(
+        None, description="most samples of a global batch that it may get; none: any number"
+    )
+    profile: ProfileConfig | None = Field(None, description="as `labkit probe` measured it")
+
+
+NODE_SHORTHANDS = ("device", "speed", "throttle", "max_batch_size", "profile")
 
 
 class NodeConfig(Section):
-    """One machine. `workers: 4`, with an optional `device` and `speed`, is short for four equal workers."""
+    """One machine. `workers: 4` is short for four equal workers, whose settings stand beside it."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="its name")
     workers: Annotated[tuple[WorkerConfig, ...], Field(strict=False)] = Field(min_length=1)
@@ -164,7 +207,7 @@ class NodeConfig(Section):
             return value
         short = dict(value)
         count = short["workers"]
-        worker = {key: short.pop(key) for key in ("device", "speed") if key in short}
+        worker = {key: short.pop(key) for key in NODE_SHORTHANDS if key in short}
         if isinstance(count, bool) or count < 1:
             raise ValueError(
                 f"workers of node {short.get('name')!r} must be at least 1, got {count}. "
@@ -179,6 +222,11 @@ class ClusterConfig(Section):
     nodes: Annotated[tuple[NodeConfig, ...], Field(strict=False)] = Field(min_length=1)
     link_mbit: PositiveFloat | None = Field(
         None, description="emulated rate of every node's link, Mbit/s; none: as fast as it goes"
+    )
+    profiled_model: str | None = Field(None, description="what the workers' profiles were measured with")
+    gradient_bytes: PositiveInt | None = Field(None, description="of that model")
+    measured_links: Annotated[tuple[MeasuredLinkConfig, ...], Field(strict=False)] = Field(
+        (), description="as `labkit probe` measured them"
     )
 
     @field_validator("nodes")
@@ -379,9 +427,26 @@ class EngineConfig(Section):
     )
 
 
-class LaunchConfig(Section):
-    """How workers are started and watched. Not part of a run's identity, but for `is_emulated`."""
+class SharesConfig(Section):
+    """How a global batch is split over unlike workers. `local_batch_size`s in the cluster come first."""
 
+    name: Literal["auto", "even", "planned"] = Field(
+        "auto", description="planned: by the workers' profiles; auto: planned where all have one, else even"
+    )
+    is_rebalanced: bool = Field(
+        False, description="adapt shares while training when a device slows down or recovers"
+    )
+    dead_band: Annotated[float, Field(gt=0, lt=1)] = Field(
+        0.05, description="smallest predicted gain in step time for which shares change"
+    )
+
+
+class LaunchConfig(Section):
+    """How workers are started and watched. Of it `purpose` and `is_emulated` alone make another run."""
+
+    purpose: Literal["train", "probe"] = Field(
+        "train", description="probe: measure devices and links instead of training"
+    )
     launcher: Literal["local", "elastic"] = Field(
         "local", description="local: forked here; elastic: torch.distributed.run on every node"
     )
@@ -416,6 +481,7 @@ class ExperimentConfig(Section):
     optimizer: OptimizerConfig = SgdConfig()
     schedule: ScheduleConfig = ScheduleConfig()
     engine: EngineConfig = EngineConfig()
+    shares: SharesConfig = SharesConfig()
     launch: LaunchConfig = LaunchConfig()
     seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(0, description="of every random stream")
 

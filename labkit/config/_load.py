@@ -10,6 +10,7 @@ import yaml
 from pydantic import ValidationError
 
 from labkit.config._experiment import (
+    NODE_SHORTHANDS,
     ClusterConfig,
     ExperimentConfig,
     NodeConfig,
@@ -54,7 +55,7 @@ def known_keys(values: Mapping[str, Any] | None = None) -> dict[str, list[str]]:
     cluster = (values or {}).get("cluster")
     nodes = cluster.get("nodes") if isinstance(cluster, Mapping) else None
     for index, node in enumerate(nodes if isinstance(nodes, list) else []):
-        known[f"cluster.nodes.{index}"] = [*NodeConfig.model_fields, "device"]
+        known[f"cluster.nodes.{index}"] = [*NodeConfig.model_fields, *NODE_SHORTHANDS]
         workers = node.get("workers") if isinstance(node, Mapping) else None
         for worker in range(len(workers) if isinstance(workers, list) else 0):
             known[f"cluster.nodes.{index}.workers.{worker}"] = list(WorkerConfig.model_fields)
@@ -325,10 +326,17 @@ def _is_plain(value: Any) -> bool:
 
 
 def to_yaml(config: ExperimentConfig) -> str:
-    """Print a configuration as YAML that loads back equal.
+    """Print a configuration as YAML that loads back equal."""
+    return _dump(config.model_dump(mode="json"))
 
-    A float such as 1e-05 is written as 1.0e-05, so that YAML 1.1 readers take it for a number too.
-    """
+
+def cluster_to_yaml(cluster: ClusterConfig) -> str:
+    """Print a cluster file that loads back equal; what has its default is left out."""
+    return _dump(cluster.model_dump(mode="json", exclude_defaults=True))
+
+
+def _dump(content: dict[str, Any]) -> str:
+    """YAML in which a float such as 1e-05 is 1.0e-05, so that YAML 1.1 readers take it for a number too."""
 
     class _Dumper(yaml.SafeDumper):
         pass
@@ -340,7 +348,7 @@ def to_yaml(config: ExperimentConfig) -> str:
         return dumper.represent_scalar("tag:yaml.org,2002:float", text)
 
     _Dumper.add_representer(float, write_float)
-    return yaml.dump(config.model_dump(mode="json"), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+    return yaml.dump(content, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
 def json_schema() -> dict[str, Any]:

@@ -10,6 +10,8 @@ Every event has `t` (seconds since 1970), `kind` and `attempt`. Kinds:
                                                                             rank 0, every step
     eval        step, epoch, samples, values {"val/loss": ..., "val/accuracy": ...}       rank 0
     checkpoint  step, file, size_bytes, save_s                                            rank 0
+    shares      step (the last one with the old ones), values {"shares/rank00": local batch size, ...}: the
+                rebalancer changed them                                                   rank 0
     message     text                                                        anything worth a line
     end         step, resident_bytes, node_sent_bytes (by the first worker of each node, over its link);
                 both right after the last step, before the evaluation and the checkpoint that follow it

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterable
 
 import torch
 
+from labkit.cluster.cost import FORWARD_SHARE
 from labkit.config import ExperimentConfig
 
-FORWARD_SHARE = 1 / 3  # a backward pass does two matrix products for each one of the forward pass
 MAX_OVERRUN_SHARE = 0.05
 _ROUNDING = 1e-9
 
@@ -37,6 +37,7 @@ class Pace:
         self._seconds_per_sample = seconds_per_sample
         self._clock = clock
         self._sleep = sleep
+        self.factor = 1.0  # how many times as long everything takes now
         self._began_at = self._duration_s = self._slept_s = self._share = self._debt_s = 0.0
         self.num_micro_steps = 0
         self.num_overruns = 0
@@ -53,7 +54,7 @@ class Pace:
 
     def begin(self, num_samples: int) -> None:
         """A micro-step of so many samples begins; one without samples takes no time."""
-        self._duration_s = self._seconds_per_sample * num_samples
+        self._duration_s = self._seconds_per_sample * num_samples * self.factor
         self._share = self._slept_s = 0.0
         if self._duration_s:
             self._began_at = self._clock()

@@ -7,13 +7,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from labkit.cluster.placement import Placement, local_batch_sizes, placements
+from labkit.cluster.cost import FORWARD_SHARE
+from labkit.cluster.placement import Placement, placements
+from labkit.cluster.plan import capped_devices, make_plan
+from labkit.cluster.rebalance import Rebalancer, RebalanceRule
 from labkit.comm import Communicator, resident_bytes, sent_bytes
 from labkit.config import ExperimentConfig
 from labkit.data.sampler import GlobalSampler, SamplerState, even_extent, own_part
 from labkit.engine import checkpoint, random_state
 from labkit.engine.events import EventLog
-from labkit.engine.pace import FORWARD_SHARE, pace_of, spread_over_backward
+from labkit.engine.pace import pace_of, spread_over_backward
 from labkit.errors import ConfigError
 from labkit.optim.schedule import learning_rate_at
 from labkit.runfolder import RunFolder
@@ -79,7 +82,9 @@ class Trainer:
         self.strategy = self._build_strategy()
         random_state.seed_everything(config.seed, "worker", placement.rank)
         self.sampler = GlobalSampler(num_samples, config.engine.global_batch_size, config.seed)
-        self.local_batch_sizes = local_batch_sizes(config.cluster, config.engine.global_batch_size)
+        self.plan = make_plan(config)
+        self.local_batch_sizes = list(self.plan.local_batch_sizes)
+        self._rebalancer = self._build_rebalancer()
         self.progress = Progress()
         self._step_began_at = 0.0
         self._batch_size = 0
@@ -99,6 +104,16 @@ class Trainer:
             placements(self.config.cluster),
             clock=self._clock,
             say=lambda text: self.log.write("message", text=text),
+        )
+
+    def _build_rebalancer(self) -> Rebalancer | None:
+        if not self.config.shares.is_rebalanced:
+            return None
+        return Rebalancer(
+            self.plan.devices or capped_devices(self.config),
+            self.config.engine.global_batch_size,
+            self.local_batch_sizes,
+            rule=RebalanceRule(dead_band=self.config.shares.dead_band),
         )
 
     def _clock(self) -> float:
@@ -169,17 +184,19 @@ class Trainer:
         batch, after = self.sampler.batch(self.progress.sampler)
         self._batch_size = len(batch)
         own = own_part(batch, self.local_batch_sizes, self.placement.rank)
-        size = engine.micro_batch_size or max(1, len(own))
+        micro = self.plan.micro_batch_sizes
+        size = micro[self.placement.rank] or max(1, len(own))
         pieces = [own[start : start + size] for start in range(0, len(own), size)]
         if self.config.sync.batch_norm == "synchronized":
             # Every worker takes part in every batch statistic, so all need equally many micro-steps.
-            largest = max(self.local_batch_sizes)
-            wanted = -(-largest // (engine.micro_batch_size or largest))
+            counts = zip(self.local_batch_sizes, micro, strict=True)
+            wanted = max(-(-count // (limit or max(1, count))) for count, limit in counts)
             pieces += [own[:0]] * (wanted - len(pieces))
         self.strategy.begin_step(
             len(own), len(pieces), expected_samples=len(batch), is_stop_wanted=self.is_stop_wanted()
         )
         data_s = 0.0
+        self.pace.factor = self._throttle()
         self.model.train()
         for piece in pieces:
             inputs, targets, waited_s = self._fetch(self.data.train, piece)
@@ -192,8 +209,30 @@ class Trainer:
         peak = self.config.optimizer.learning_rate
         rate = learning_rate_at(self.config.schedule, peak, self.progress.step + 1, self.total_steps)
         totals = self.strategy.end_step(rate)
+        if len(batch) == engine.global_batch_size:
+            self._rebalance(totals)
         self.progress = Progress(self.progress.step + 1, self.progress.samples + len(batch), after)
         return totals, data_s, len(own)
+
+    def _throttle(self) -> float:
+        """How many times as long the step to come takes on this emulated device."""
+        place, step = self.placement, self.progress.step + 1
+        throttle = self.config.cluster.nodes[place.node_index].workers[place.local_rank].throttle
+        if throttle is None or step < throttle.from_step or step > (throttle.to_step or step):
+            return 1.0
+        return throttle.factor
+
+    def _rebalance(self, totals: StepTotals) -> None:
+        """Let shares follow the measured times; every worker comes to the same answer from the same times."""
+        if self._rebalancer is None:
+            return
+        sizes = self._rebalancer.observe(totals.busy_s)
+        if sizes is None:
+            return
+        self.local_batch_sizes = list(sizes)
+        if self.comm.rank == 0:
+            values = {f"shares/rank{rank:02d}": size for rank, size in enumerate(sizes)}
+            self.log.write("shares", step=self.progress.step + 1, values=values)
 
     def _fetch(self, samples: Samples, indices: "range | object") -> tuple[Tensor, Tensor, float]:
         began_at = time.perf_counter()

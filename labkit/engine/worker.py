@@ -17,6 +17,7 @@ from labkit.cluster.placement import Placement, placements
 from labkit.comm import PeerError, Rendezvous, join
 from labkit.config import EngineConfig
 from labkit.engine.events import EventLog
+from labkit.engine.probe import Probe
 from labkit.engine.train import Trainer
 from labkit.errors import ConfigError
 from labkit.runfolder import RunFolder, write_atomically
@@ -82,14 +83,14 @@ def run_worker(task: WorkerTask) -> int:
     keep_alive(folder.alive_file(task.rank))
     sys.path[:0] = [path for path in task.import_paths if path not in sys.path]
     try:
-        _train(folder, task, stop)
+        _work(folder, task, stop)
     except BaseException as error:
         _record(folder, task, error)
         return error.exit_code if isinstance(error, ConfigError) else 1
     return EXIT_STOPPED if stop.is_set() else 0
 
 
-def _train(folder: RunFolder, task: WorkerTask, stop: threading.Event) -> None:
+def _work(folder: RunFolder, task: WorkerTask, stop: threading.Event) -> None:
     config = folder.read_config()
     placement = placements(config.cluster)[task.rank]
     device = choose_device(placement)
@@ -106,9 +107,12 @@ def _train(folder: RunFolder, task: WorkerTask, stop: threading.Event) -> None:
         comm_timeout_s=config.launch.comm_timeout_s,
     )
     try:
-        trainer = Trainer(config, placement, comm, log, folder, device=device, is_stop_wanted=stop.is_set)
-        trainer.resume()  # a fresh folder has no checkpoint: then this does nothing
-        trainer.train()
+        if config.launch.purpose == "probe":
+            Probe(config, placement, comm, log, device=device, is_stop_wanted=stop.is_set).run()
+        else:
+            trainer = Trainer(config, placement, comm, log, folder, device=device, is_stop_wanted=stop.is_set)
+            trainer.resume()  # a fresh folder has no checkpoint: then this does nothing
+            trainer.train()
         comm.barrier()  # nobody leaves while another still needs it
     finally:
         comm.close()

@@ -58,6 +58,35 @@ def speed(series: Series) -> list[Any]:
     return _line_traces(line, _PENS["train"], "", "middle right", series.step)
 
 
+_SHARE_PENS = (
+    ("#0072B2", "solid"),
+    ("#D55E00", "dash"),
+    ("#009E73", "dashdot"),
+    ("#CC79A7", "dot"),
+    ("#E69F00", "longdash"),
+    ("#56B4E9", "longdashdot"),
+)
+
+
+def share_lines(series: Series) -> list[Any]:
+    """A stair per worker: its samples of each step, its name at the end."""
+    traces = []
+    for rank in sorted(series.workers):
+        worker, line = series.workers[rank], series.line(f"shares/rank{rank:02d}")
+        color, dash = _SHARE_PENS[rank % len(_SHARE_PENS)]
+        steps = [1, *(step + 1 for step in line.steps), max(1, series.step)]
+        sizes = [worker.local_batch_size, *line.values]
+        traces.append(
+            go.Scatter(
+                x=steps, y=[*sizes, sizes[-1]], name=worker.label, mode="lines+text",
+                text=[""] * len(sizes) + [worker.label], textposition="middle right", cliponaxis=False,
+                line={"shape": "hv", "color": color, "dash": dash}, showlegend=False,
+                hovertemplate=f"{worker.label}<br>from step %{{x}}: %{{y}} samples<extra></extra>",
+            )
+        )  # fmt: skip
+    return traces
+
+
 def _line_traces(line: Line, pen: _Pen, name: str, place: str, end: int) -> list[Any]:
     """A line; its name and newest value at its end; a cross where it first was not finite."""
     steps, values = decimate(line, MAX_POINTS)

@@ -61,13 +61,22 @@ def throughput(series: Series) -> go.Figure:
     """Samples per second of all workers together, by step."""
     figure = _figure("Throughput", f"{_SPEED}; {_extent(series)}")
     _add(figure, _traces.speed(series))
+    _mark_shares(figure, series)
     return _with_axes(figure, "step", "samples/s", is_from_zero=True)
+
+
+def shares(series: Series) -> go.Figure:
+    """Samples of each worker per step, as the rebalancer changed them."""
+    figure = _figure("Shares of a batch", f"samples of each worker per step; {_extent(series)}")
+    _add(figure, _traces.share_lines(series))
+    return _with_axes(figure, "step", "samples", is_from_zero=True)
 
 
 def step_time(series: Series) -> go.Figure:
     """What a step's time is made of, by step: mean over workers, stacked."""
     figure = _figure("Time of a step", f"mean over workers, without step 1; {_extent(series)}")
     _add(figure, _traces.split(series))
+    _mark_shares(figure, series)
     figure.update_layout(barmode="stack", bargap=0, legend=_LEGEND, margin={"b": 95})
     return _with_axes(figure, "step", "ms")
 
@@ -123,6 +132,7 @@ def overview(series: Series) -> go.Figure:
     _add(figure, _traces.split(series), row=2, col=1)
     _add(figure, _traces.worker_bars(series, has_legend=False), row=2, col=2)
     _style_overview(figure)
+    _mark_shares(figure, series, row=1, col=2)
     return figure
 
 
@@ -174,6 +184,16 @@ def _extent(series: Series) -> str:
 
 def _heading(title: str, subtitle: str) -> str:
     return f"<b>{title}</b><br><span style='font-size:12px'>{subtitle}</span>"
+
+
+def _mark_shares(figure: go.Figure, series: Series, row: int | None = None, col: int | None = None) -> None:
+    """A dotted line at every change of shares; the first one is named."""
+    for index, step in enumerate(series.rebalanced_at):
+        text = "shares changed" if index == 0 else ""
+        figure.add_vline(
+            x=step + 0.5, line={"color": "#222222", "dash": "dot", "width": 1}, row=row, col=col,
+            annotation_text=text, annotation_font_size=12, annotation_position="bottom right",
+        )  # fmt: skip
 
 
 def _height_px(series: Series) -> int:

@@ -112,6 +112,11 @@ class Series:
         values = [value for value in self.line(name).values if value is not None]
         return f"{name} went from {values[0]:.3g} to {values[-1]:.3g}" if values else f"{name} has no value"
 
+    @property
+    def rebalanced_at(self) -> list[int]:
+        """The last step before each change of the workers' shares."""
+        return self.line("shares/rank00").steps
+
     def last(self, name: str) -> float | None:
         """A metric's newest value; None when there is none or it is not finite."""
         return self.line(name).last
@@ -155,7 +160,7 @@ class SeriesReader:
             for name, line in worker.times.items():
                 if event.get(name) is not None:
                     line.add(event["step"], event[name])
-        elif kind in ("metrics", "eval") and worker.rank == 0:
+        elif kind in ("metrics", "eval", "shares") and worker.rank == 0:
             self._take_values(event, is_step=kind == "metrics")
 
     def _begin_attempt(self, worker: WorkerSeries, event: dict[str, Any]) -> None:

@@ -28,12 +28,14 @@ def show(thing: Any, table: Table | None = None) -> None:
     (some kB), never as a widget, which costs 4.8 MB each in the saved notebook.
 
     Args:
-        thing: A run's handle, its folder, its key or `latest`; a plotly figure; or anything that knows
-            how to display itself, such as a form.
+        thing: A run's handle, its folder, its key or `latest`; a plotly figure; a table; or anything that
+            knows how to display itself, such as a form.
         table: What the figure shows, in text, to unfold below it.
     """
     if isinstance(thing, go.Figure):
         _show_figure(thing)
+    elif isinstance(thing, Table):
+        display({"text/html": thing.to_html(), "text/plain": str(thing)}, raw=True)  # type: ignore[no-untyped-call]
     elif isinstance(thing, (Run, RunFolder, str)):
         _show_run(thing if isinstance(thing, Run) else attach(folder_of(thing)))
     else:

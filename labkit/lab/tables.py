@@ -59,6 +59,21 @@ def _text(cell: Cell) -> str:
     return f"{cell:,.0f}" if abs(cell) >= 1000 else f"{cell:.4g}"
 
 
+def shares(series: Series) -> Table:
+    """Samples of each worker per step, at the start and after every change."""
+    ranks = sorted(series.workers)
+    rows: list[tuple[Cell, ...]] = [("1", *(_size(series.workers[rank].local_batch_size) for rank in ranks))]
+    for index, step in enumerate(series.rebalanced_at):
+        sizes = (series.line(f"shares/rank{rank:02d}").values[index] for rank in ranks)
+        rows.append((str(step + 1), *map(_size, sizes)))
+    columns = ("from step", *(series.workers[rank].label for rank in ranks))
+    return Table("Shares of a batch", columns, tuple(rows))
+
+
+def _size(value: float | None) -> str:
+    return "-" if value is None else f"{value:.0f}"
+
+
 def loss(series: Series) -> Table:
     """Training and validation loss over stretches of steps."""
     return _learning(series, "loss")

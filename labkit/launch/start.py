@@ -10,6 +10,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
+from labkit.cluster.plan import make_plan
 from labkit.config import ClusterConfig, ExperimentConfig, from_overrides
 from labkit.errors import ConfigError, LabkitError
 from labkit.launch import emulation
@@ -56,7 +57,8 @@ def start(
         command: What the user typed, for the record.
 
     Raises:
-        ConfigError: the user's module is missing, the folder can't be written, or the run is running.
+        ConfigError: the user's module is missing, the batch can't be split as wanted, the folder can't be
+            written, or the run is running.
         LabkitError: the first node does not answer.
     """
     meeting = None
@@ -70,6 +72,7 @@ def start(
         node = own_node(config, node)
         config = from_overrides({"launch.launcher": "elastic"}, base=config)
     modules = user_modules(config)
+    make_plan(config)  # refuses a split that can't be
     _check_network(config)
     code = code_digests(modules)
     key = run_key(config, code)

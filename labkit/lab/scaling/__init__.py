@@ -1,6 +1,6 @@
 """What a way of synchronising costs as nodes and links change; the ladder from the native way to ours."""
 
-from labkit.lab.scaling._cost import PAYLOAD_SHARE, bound_s, sent_bytes, shape_text, slowest_mbit, wire_s
+from labkit.cluster.cost import PAYLOAD_SHARE, bound_s, sent_bytes, shape_text, slowest_mbit, wire_s
 from labkit.lab.scaling._ladder import PARTS, Climb, Ladder, read_climb, record_climb
 from labkit.lab.scaling._ladder_view import ladder, ladder_remarks, ladder_table
 from labkit.lab.scaling._point import Point, memory_floor, run_point, sum_up, typical_s

@@ -5,9 +5,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from labkit.cluster.cost import bound_s, sent_bytes, shape_text, slowest_mbit, wire_s
 from labkit.config import ExperimentConfig, HierarchicalConfig, LocalSgdConfig, from_overrides
 from labkit.lab.failure import raise_if_failed
-from labkit.lab.scaling._cost import bound_s, sent_bytes, shape_text, slowest_mbit, wire_s
 from labkit.launch import start
 from labkit.runfolder import RunFolder, RunStatus
 

@@ -64,7 +64,7 @@ class Collector:
         try:
             if kind == "step":
                 batch.add_step(rank, event)
-            elif kind in ("metrics", "eval") and rank == 0:
+            elif kind in ("metrics", "eval", "shares") and rank == 0:
                 batch.add_values(event, self._repeated_values(event))
         except (KeyError, TypeError, ValueError, AttributeError):
             return  # a line of another shape is nobody's metric

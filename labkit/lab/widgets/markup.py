@@ -1,6 +1,7 @@
 """The HTML of the widgets: short, with roles that a screen reader announces."""
 
 import html
+from collections.abc import Sequence
 
 from labkit.lab.failure import log_tail
 from labkit.lab.progress import Progress, clock_text
@@ -68,6 +69,11 @@ def stop_hint(folder: RunFolder) -> str:
 def note(text: str) -> str:
     """A quiet line; nothing for no text."""
     return f"<p>{html.escape(text)}</p>" if text else ""
+
+
+def lines(texts: Sequence[str]) -> str:
+    """Several lines that are announced when they change."""
+    return f'<div role="status" style="line-height:1.5">{"<br>".join(map(html.escape, texts))}</div>'
 
 
 def command(text: str) -> str:

@@ -1,6 +1,7 @@
 """What a strategy must send, and how long that takes at the least: closed forms, checked against counters."""
 
 from labkit.config import (
+    AllReduceConfig,
     ClusterConfig,
     ExperimentConfig,
     HierarchicalConfig,
@@ -10,6 +11,9 @@ from labkit.config import (
 
 PAYLOAD_SHARE = 0.956
 """Part of a link's rate that TCP can use: 1448 of the 1514 bytes of a full Ethernet frame."""
+
+FORWARD_SHARE = 1 / 3
+"""Of a pass: the backward pass does two matrix products for each one of the forward pass."""
 
 
 def sent_bytes(config: ExperimentConfig, model_bytes: float, num_steps: int | None = None) -> list[float]:
@@ -57,11 +61,46 @@ def wire_s(config: ExperimentConfig, model_bytes: float) -> float:
 
     A node sends while it receives; only the flat server can't, since it answers when it has everything.
     """
-    mbit = slowest_mbit(config.cluster)
-    if mbit is None:
+    payload_mbit = payload_rate(config.cluster)
+    if payload_mbit is None:
         return 0.0
     ways = 2 if isinstance(config.sync, ParameterServerConfig) else 1
-    return ways * max(sent_bytes(config, model_bytes)) * 8 / (PAYLOAD_SHARE * mbit * 1e6)
+    return ways * max(sent_bytes(config, model_bytes)) * 8 / (payload_mbit * 1e6)
+
+
+def payload_rate(cluster: ClusterConfig) -> float | None:
+    """What the slowest link between two nodes carries, Mbit/s: as measured, else as emulated; None: any."""
+    measured = [link.mbit for link in cluster.measured_links if link.source != link.target]
+    if measured:
+        return min(measured)
+    limit = slowest_mbit(cluster)
+    return None if limit is None else PAYLOAD_SHARE * limit
+
+
+def exposed_s(config: ExperimentConfig, compute_s: float) -> float:
+    """Seconds of a step's communication that nothing hides, as far as is known; 0 without a probe.
+
+    A strategy that overlaps sends while the backward pass runs, from its first bucket to its last one, which
+    is always left over.
+
+    Args:
+        config: Strategy and probed cluster.
+        compute_s: Forward and backward pass of the slowest worker.
+    """
+    model_bytes = config.cluster.gradient_bytes
+    if model_bytes is None:
+        return 0.0
+    whole_s = wire_s(config, model_bytes)
+    sync = config.sync
+    if isinstance(sync, HierarchicalConfig) and sync.is_overlapped:
+        bucket_bytes = sync.chunk_bytes or 2**20
+    elif isinstance(sync, AllReduceConfig):
+        bucket_bytes = sync.bucket_bytes
+    else:
+        return whole_s
+    last_s = whole_s * min(1.0, bucket_bytes / model_bytes)
+    backward_s = (1 - FORWARD_SHARE) * compute_s * (1 - min(1.0, bucket_bytes / model_bytes))
+    return max(last_s, whole_s - backward_s)
 
 
 def bound_s(config: ExperimentConfig, model_bytes: float) -> float:

@@ -1,0 +1,150 @@
+"""Who gets which part of every global batch, why, and what a step will take.
+
+The plan is a pure function of the configuration, so every worker makes the same one, and `labkit plan` shows
+what `labkit run` does.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from labkit.cluster.cost import exposed_s
+from labkit.cluster.device_model import DeviceModel
+from labkit.cluster.partition import Partition, partition, split_batch
+from labkit.config import ClusterConfig, ExperimentConfig, WorkerConfig
+from labkit.errors import ConfigError
+
+Origin = Literal["given", "planned", "even"]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The split of a global batch.
+
+    Attributes:
+        local_batch_sizes: Samples of each worker, summing to the global batch; shape (W,).
+        micro_batch_sizes: Largest micro-step of each worker; None: all its samples at once; shape (W,).
+        origin: given by the cluster file, planned from profiles, or even for lack of them.
+        devices: What is known of the devices; None unless all have a profile.
+    """
+
+    local_batch_sizes: tuple[int, ...]
+    micro_batch_sizes: tuple[int | None, ...]
+    origin: Origin
+    devices: tuple[DeviceModel, ...] | None
+
+    @property
+    def partition(self) -> Partition | None:
+        """What the split is predicted to cost; None unless all workers have a profile."""
+        return Partition(self.devices, self.local_batch_sizes) if self.devices else None
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a step under a plan will take.
+
+    Attributes:
+        compute_s: Of the slowest worker.
+        exposed_s: Communication that nothing hides.
+        samples_per_s: Of all workers together.
+        limit_samples_per_s: The sum of the devices' own speeds.
+        equal_split_s: Step time with the same batch for all.
+    """
+
+    compute_s: float
+    exposed_s: float
+    samples_per_s: float
+    limit_samples_per_s: float
+    equal_split_s: float
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of a step."""
+        return self.compute_s + self.exposed_s
+
+
+def predict(config: ExperimentConfig, plan: Plan) -> Prediction | None:
+    """Predict a step; None unless all workers have a profile."""
+    split = plan.partition
+    if split is None:
+        return None
+    compute_s, equal_s = split.step_time_s, split.equal_split_step_time_s
+    exposed = exposed_s(config, compute_s)
+    return Prediction(
+        compute_s,
+        exposed,
+        split.global_batch_size / (compute_s + exposed),
+        split.limit_samples_per_s,
+        equal_s + exposed_s(config, equal_s),
+    )
+
+
+def workers_of(cluster: ClusterConfig) -> list[WorkerConfig]:
+    """All workers, by rank."""
+    return [worker for node in cluster.nodes for worker in node.workers]
+
+
+def devices_of(config: ExperimentConfig) -> tuple[DeviceModel, ...] | None:
+    """The workers' device models by rank; None unless all have a profile."""
+    workers = workers_of(config.cluster)
+    found = []
+    for worker in workers:
+        if worker.profile is None:
+            return None
+        limits = [worker.profile.max_micro_batch_size, config.engine.micro_batch_size]
+        found.append(
+            DeviceModel(
+                worker.profile.alpha_s,
+                worker.profile.beta_s,
+                max_micro_batch_size=min((limit for limit in limits if limit), default=None),
+                max_batch_size=worker.max_batch_size,
+            )
+        )
+    return tuple(found)
+
+
+def capped_devices(config: ExperimentConfig) -> tuple[DeviceModel, ...]:
+    """Devices of which only the limits are known, all equally fast; by rank."""
+    return tuple(
+        DeviceModel(0.0, 1.0, max_batch_size=worker.max_batch_size) for worker in workers_of(config.cluster)
+    )
+
+
+def make_plan(config: ExperimentConfig) -> Plan:
+    """Split the global batch as the configuration says.
+
+    Raises:
+        ConfigError: a planned split is wanted without profiles, or the workers' limits sum to less than the
+            global batch.
+    """
+    workers, devices = workers_of(config.cluster), devices_of(config)
+    micro = tuple(_micro_batch_size(worker, config.engine.micro_batch_size) for worker in workers)
+    total = config.engine.global_batch_size
+    given = [worker.local_batch_size for worker in workers if worker.local_batch_size is not None]
+    if given:
+        return Plan(tuple(given), micro, "given", devices)
+    if config.shares.name == "planned" and devices is None:
+        rank = next(rank for rank, worker in enumerate(workers) if worker.profile is None)
+        raise ConfigError(
+            f"cluster must have a profile of every worker with shares.name 'planned', got none of worker "
+            f"{rank}. Run `labkit probe` first, or use shares.name=even."
+        )
+    if devices is None or config.shares.name == "even":
+        return Plan(tuple(_even(workers, total)), micro, "even", devices)
+    return Plan(tuple(partition(devices, total).local_batch_sizes), micro, "planned", devices)
+
+
+def _micro_batch_size(worker: WorkerConfig, wanted: int | None) -> int | None:
+    limits = [wanted, worker.profile.max_micro_batch_size if worker.profile else None]
+    return min((limit for limit in limits if limit), default=None)
+
+
+def _even(workers: Sequence[WorkerConfig], total: int) -> list[int]:
+    sizes = split_batch(total, [1] * len(workers))
+    for rank, (size, worker) in enumerate(zip(sizes, workers, strict=True)):
+        if worker.max_batch_size is not None and size > worker.max_batch_size:
+            raise ConfigError(
+                f"max_batch_size of worker {rank} must be at least its even share of {size} samples, got "
+                f"{worker.max_batch_size}. Run `labkit probe`, so that shares can be planned, or raise it."
+            )
+    return sizes

@@ -1,0 +1,31 @@
+"""Unlike devices: what a probe measures, what a plan makes of it, and whether training bears it out."""
+
+from labkit.lab.heterogeneity._plan_view import diff_table, doubts, plan_figure, plan_lines, plan_table
+from labkit.lab.heterogeneity._probe import Probe, WorkerProbe, probe, read_probe
+from labkit.lab.heterogeneity._probe_view import link_table, profile_table, profiles
+from labkit.lab.heterogeneity._study import RUNS, Result, Study, record
+from labkit.lab.heterogeneity._study_view import speeds, step_times, table
+from labkit.lab.heterogeneity._what_if import what_if
+
+__all__ = [
+    "RUNS",
+    "Probe",
+    "Result",
+    "Study",
+    "WorkerProbe",
+    "diff_table",
+    "doubts",
+    "link_table",
+    "plan_figure",
+    "plan_lines",
+    "plan_table",
+    "probe",
+    "profile_table",
+    "profiles",
+    "read_probe",
+    "record",
+    "speeds",
+    "step_times",
+    "table",
+    "what_if",
+]
