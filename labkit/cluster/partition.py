@@ -126,7 +126,8 @@ class Partition:
         limit = self.limit_samples_per_s
         lines = [
             f"{self.global_batch_size} samples in {self.step_time_s:.4g} s: "
-            f"{self.samples_per_s:.4g} samples/s, {self.samples_per_s / limit:.0%} of the {limit:.4g} that the devices could reach",
+            f"{self.samples_per_s:.4g} samples/s, "
+            f"{self.samples_per_s / limit:.0%} of the {limit:.4g} that the devices could reach",
             f"an equal split would take {self.equal_split_step_time_s:.4g} s, {self.gain:.2f} times as long",
         ]
         alike: dict[tuple[DeviceModel, int], list[int]] = {}
