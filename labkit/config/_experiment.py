@@ -176,7 +176,9 @@ class WorkerConfig(Section):
         None, description="samples of each global batch; none: an even split"
     )
     speed: PositiveFloat = Field(
-        1.0, description="emulated speed: engine.step_padding_s is for an even share at speed 1"
+        1.0,
+        description="emulated speed: engine.step_padding_s is for an even share at speed 1; without it, the "
+        "fastest worker has all of its cores and the others a quota in proportion (needs root)",
     )
     throttle: ThrottleConfig | None = Field(None, description="emulated: slower for a while")
     max_batch_size: PositiveInt | None = Field(
@@ -245,6 +247,11 @@ class ClusterConfig(Section):
     def num_workers(self) -> int:
         """Workers of all nodes."""
         return sum(len(node.workers) for node in self.nodes)
+
+    @property
+    def speeds(self) -> tuple[float, ...]:
+        """Speed of every worker, by rank; shape (W,)."""
+        return tuple(worker.speed for node in self.nodes for worker in node.workers)
 
 
 def cluster_of_shape(num_nodes: int, workers_per_node: int) -> ClusterConfig:
@@ -423,7 +430,9 @@ class EngineConfig(Section):
         None, description="torch threads per worker; none: cores over the node's workers"
     )
     step_padding_s: Annotated[float, Field(ge=0)] = Field(
-        0.0, description="emulated compute of a step on an even share of the batch at speed 1; 0: real time"
+        0.0,
+        description="emulated compute of a step on an even share of the batch at speed 1; 0: real time, "
+        "unlike speeds then are processor quotas",
     )
 
 
@@ -521,6 +530,25 @@ class ExperimentConfig(Section):
                 f"({1797 - self.data.num_val}), got {total}. Lower it."
             )
         return self
+
+    @model_validator(mode="after")
+    def _speeds_are_emulated(self) -> "ExperimentConfig":
+        if self._is_slowed_unpadded and not self.launch.is_emulated:
+            raise ValueError(
+                "cluster speeds must be emulated by padded compute or by processor quotas, got speeds "
+                f"{', '.join(f'{speed:g}' for speed in sorted(set(self.cluster.speeds)))} with neither. Set "
+                "engine.step_padding_s, or launch.is_emulated=true (quotas; needs root)."
+            )
+        return self
+
+    @property
+    def _is_slowed_unpadded(self) -> bool:
+        return len(set(self.cluster.speeds)) > 1 and not self.engine.step_padding_s
+
+    @property
+    def has_quotas(self) -> bool:
+        """Workers are slowed by processor quotas."""
+        return self._is_slowed_unpadded and self.launch.is_emulated
 
     @model_validator(mode="after")
     def _wire_fits_dtype(self) -> "ExperimentConfig":

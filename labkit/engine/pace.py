@@ -109,7 +109,7 @@ def pace_of(config: ExperimentConfig, rank: int, clock: Callable[[], float]) -> 
         rank: The worker.
         clock: Seconds, after all work given to the device is done.
     """
-    speeds = [worker.speed for node in config.cluster.nodes for worker in node.workers]
+    speeds = config.cluster.speeds
     even_share = config.engine.global_batch_size / len(speeds)
     return Pace(config.engine.step_padding_s / even_share / speeds[rank], clock=clock)
 

@@ -15,7 +15,7 @@ import torch
 
 from labkit.cluster.placement import Placement, placements
 from labkit.comm import PeerError, Rendezvous, join
-from labkit.config import EngineConfig
+from labkit.engine import quota
 from labkit.engine.events import EventLog
 from labkit.engine.probe import Probe
 from labkit.engine.train import Trainer
@@ -38,6 +38,7 @@ class WorkerTask:
         import_paths: Folders of the user's own modules.
         remark: What readers of the run's figures must know of the network; "" for nothing.
         num_here: Workers of the run on this machine, which share its cores.
+        quota: Control group that gives it its share of a processor; "" for none.
     """
 
     folder: str
@@ -47,6 +48,7 @@ class WorkerTask:
     import_paths: tuple[str, ...] = ()
     remark: str = ""
     num_here: int = 1
+    quota: str = ""
 
 
 def die_with_parent(parent_pid: int) -> None:
@@ -83,6 +85,8 @@ def run_worker(task: WorkerTask) -> int:
     keep_alive(folder.alive_file(task.rank))
     sys.path[:0] = [path for path in task.import_paths if path not in sys.path]
     try:
+        if task.quota:
+            quota.enter(task.quota)
         _work(folder, task, stop)
     except BaseException as error:
         _record(folder, task, error)
@@ -94,7 +98,7 @@ def _work(folder: RunFolder, task: WorkerTask, stop: threading.Event) -> None:
     config = folder.read_config()
     placement = placements(config.cluster)[task.rank]
     device = choose_device(placement)
-    torch.set_num_threads(_num_threads(config.engine, task.num_here))
+    torch.set_num_threads(quota.num_threads(config.engine, task.num_here))
     log = EventLog(folder.events_file(task.rank), task.attempt)
     if task.remark and task.rank == 0:
         log.write("message", text=task.remark)
@@ -140,11 +144,6 @@ def choose_device(placement: Placement) -> torch.device:
             )
         torch.cuda.set_device(device)
     return device
-
-
-def _num_threads(engine: EngineConfig, num_here: int) -> int:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return engine.num_threads or max(1, cores // num_here)
 
 
 def keep_alive(path: Path, interval_s: float = 1.0) -> None:
@@ -210,6 +209,7 @@ def main() -> None:
         import_paths=tuple(filter(None, os.environ["LABKIT_IMPORT_PATHS"].split(os.pathsep))),
         remark=os.environ["LABKIT_REMARK"],
         num_here=int(os.environ["LABKIT_NUM_HERE"]),
+        quota=os.environ["LABKIT_QUOTAS"].split(os.pathsep)[where[1]],
     )
     code = run_worker(task)
     sys.stdout.flush()

@@ -163,6 +163,7 @@ def _worker_environment(task: ElasticTask) -> dict[str, str]:
         "LABKIT_IMPORT_PATHS": os.pathsep.join(task.import_paths),
         "LABKIT_REMARK": task.network.remark(),
         "LABKIT_NUM_HERE": str(task.num_here),
+        "LABKIT_QUOTAS": os.pathsep.join(task.network.quota(place.rank) for place in task.places),
         "GLOO_SOCKET_IFNAME": interface_towards(task.store_host),
         # Otherwise later rounds reuse the first round's store, whose gloo addresses are of dead workers.
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 import psutil
 from filelock import FileLock
 
+from labkit.engine import quota
 from labkit.runfolder import RunError, RunFolder, RunState, RunStatus
 
 _LOCK_TIMEOUT_S = 10.0
@@ -54,6 +55,7 @@ def reap(folder: RunFolder) -> RunStatus:
             if not is_lost(status):
                 return status
             end_leftover_workers(folder, status)
+            quota.sweep()
             folder.write_status(as_lost(status))
             return folder.read_status()
     except OSError:

@@ -11,7 +11,8 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from labkit.cluster.plan import make_plan
-from labkit.config import ClusterConfig, ExperimentConfig, from_overrides
+from labkit.config import ExperimentConfig, from_overrides
+from labkit.engine import quota
 from labkit.errors import ConfigError, LabkitError
 from labkit.launch import emulation
 from labkit.launch.code import code_digests, copy_code, user_modules
@@ -257,15 +258,16 @@ def _hand_over(
 def _check_network(config: ExperimentConfig) -> None:
     """Find out before anything starts whether the cluster can be emulated here."""
     if config.launch.is_emulated:
-        fault = start_daemon(_try_network, config.cluster)
+        fault = start_daemon(_try_network, config)
         if fault is not None:
             raise fault
 
 
-def _try_network(reply: Callable[[ConfigError | None], None], cluster: ClusterConfig) -> None:
+def _try_network(reply: Callable[[ConfigError | None], None], config: ExperimentConfig) -> None:
     """Called in a process of its own: one that has no threads, as a notebook has, may fork freely."""
     try:
-        emulation.check(cluster)
+        quota.check(config)
+        emulation.check(config.cluster)
     except ConfigError as error:
         reply(error)
     else:

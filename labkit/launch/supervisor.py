@@ -79,21 +79,21 @@ def supervise(reply: Callable[[str], None], task: SupervisorTask) -> None:
     redirect_to(folder.supervisor_log)
     places = placements(config.cluster)
     network = Loopback() if task.rendezvous else network_of(config, folder)
-    where = task.rendezvous or (network.store_host, 0)
-    store = network.at_switch(lambda: StoreServer(*where))
-    peers: Peers = NoPeers()
-    if task.rendezvous:
-        others = [node.name for node in config.cluster.nodes if node.name != task.node]
-        launch = config.launch
-        peers = FirstNode(store, others, launch.start_timeout_s, launch.worker_timeout_s)
-        places = [place for place in places if place.node == task.node]
-    try:
+    with contextlib.ExitStack() as stack:
+        stack.callback(network.close)
+        where = task.rendezvous or (network.store_host, 0)
+        store = network.at_switch(lambda: StoreServer(*where))
+        stack.callback(store.close)
+        peers: Peers = NoPeers()
+        if task.rendezvous:
+            others = [node.name for node in config.cluster.nodes if node.name != task.node]
+            launch = config.launch
+            peers = FirstNode(store, others, launch.start_timeout_s, launch.worker_timeout_s)
+            places = [place for place in places if place.node == task.node]
         supervisor = Supervisor(task, config, places, store, peers, network)
         supervisor.take_over()
         reply(str(folder.path))
         supervisor.run()
-    finally:
-        store.close()
 
 
 def redirect_to(log: Path) -> None:
@@ -219,7 +219,10 @@ class Supervisor:
         where = Rendezvous(host, port, f"attempt{attempt}")
         folder, remark = str(self._folder.path), self._network.remark()
         num_here = len(self._places)
-        workers = [WorkerTask(folder, p.rank, where, attempt, paths, remark, num_here) for p in self._places]
+        workers = [
+            WorkerTask(folder, p.rank, where, attempt, paths, remark, num_here, self._network.quota(p.rank))
+            for p in self._places
+        ]
         return LocalLauncher(workers, [place.node for place in self._places], self._network, mine)
 
     def _record_workers(self, pids: Mapping[int, int]) -> None:

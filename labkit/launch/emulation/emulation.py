@@ -7,6 +7,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TypeVar
 
+from labkit.engine.quota import Quotas
 from labkit.launch.emulation import kernel
 from labkit.launch.emulation.links import SWITCH_ADDRESS, Link, describe, link_of, port_of
 from labkit.launch.emulation.tools import devices, is_down
@@ -44,6 +45,7 @@ class Emulation:
         *,
         name: str | None = None,
         log: Path | None = None,
+        quotas: Quotas | None = None,
     ) -> None:
         """Take hold of namespaces that are there; `build` makes them.
 
@@ -55,6 +57,7 @@ class Emulation:
             congestion: TCP congestion control of the nodes.
             name: Of the standing cluster that this is.
             log: Where changes of links are written down.
+            quotas: Processor shares of the workers of the one run that this is held for.
         """
         self.links = tuple(links)
         self.user = user
@@ -63,6 +66,7 @@ class Emulation:
         self.congestion = congestion
         self.name = name
         self.log = log
+        self.quotas = quotas
         self._is_closed = False
 
     def __enter__(self) -> "Emulation":
@@ -75,6 +79,8 @@ class Emulation:
 
     def close(self) -> None:
         """Let go. Safe to call twice."""
+        if self.quotas is not None:
+            self.quotas.remove()
         for fd in self.fds():
             os.close(fd)
         self._is_closed = True
@@ -125,9 +131,13 @@ class Emulation:
         ports = self.call(None, devices)
         return [link.node for link in self.links if is_down(ports[port_of(self.links, link.node)])]
 
+    def quota(self, rank: int) -> str:
+        """Control group of a worker; "" when no quota is set."""
+        return "" if self.quotas is None else str(self.quotas.groups[rank])
+
     def remark(self) -> str:
-        """What whoever reads the run's figures must know of the network."""
-        return str(self)
+        """What whoever reads the run's figures must know of the network and of the workers' speeds."""
+        return str(self) if self.quotas is None else f"{self}; {self.quotas}"
 
     def _way_to(self, node: str | None) -> list[int]:
         spaces = self.switch if node is None else self.nodes[link_of(self.links, node).node]

@@ -29,8 +29,16 @@ class Network(Protocol):
         """Nodes whose links are cut now."""
         ...
 
+    def quota(self, rank: int) -> str:
+        """Control group of a worker; "" when no quota is set."""
+        ...
+
     def remark(self) -> str:
         """What whoever reads the run's figures must know of the network; "" for nothing."""
+        ...
+
+    def close(self) -> None:
+        """Let go of it, after all workers have ended."""
         ...
 
 
@@ -58,6 +66,12 @@ class Loopback:
 
     def cut_nodes(self) -> list[str]:
         return []
+
+    def quota(self, rank: int) -> str:
+        return ""
+
+    def close(self) -> None:
+        return None
 
     def remark(self) -> str:
         if not self._is_shape_wanted:

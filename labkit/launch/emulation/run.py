@@ -1,6 +1,7 @@
 """The network of a run: made by its supervisor, found by whoever wants to change it while the run goes on."""
 
 from labkit.config import ExperimentConfig
+from labkit.engine.quota import quotas_of
 from labkit.errors import ConfigError
 from labkit.launch.emulation.builder import build
 from labkit.launch.emulation.emulation import Emulation
@@ -16,7 +17,7 @@ def network_of(config: ExperimentConfig, folder: RunFolder) -> Network:
     Called by the supervisor before it has threads, since this process moves to where it may enter the nodes.
 
     Raises:
-        ConfigError: the cluster can't be emulated here.
+        ConfigError: the cluster, or the speed of its workers, can't be emulated here.
     """
     if not config.launch.is_emulated:
         rates = [(node.up_mbit, node.down_mbit) for node in config.cluster.nodes]
@@ -25,6 +26,7 @@ def network_of(config: ExperimentConfig, folder: RunFolder) -> Network:
     emulation.log = folder.supervisor_log
     emulation.join()
     write_atomically(folder.emulation_file, record_of(emulation).model_dump_json(indent=1))
+    emulation.quotas = quotas_of(config)  # last: nothing that may still fail leaves them behind
     return emulation
 
 
