@@ -47,7 +47,10 @@ class Communicator(Protocol):
         ...
 
     def all_gather_(self, tensor: torch.Tensor, shard: torch.Tensor) -> Work:
-        """Start to put every worker's `shard`, by rank, into `tensor`; shapes (world_size * n,), (n,)."""
+        """Start to put every worker's `shard`, by rank, into `tensor`; shapes (world_size * n,), (n,).
+
+        `shard` may be this worker's part of `tensor` itself.
+        """
         ...
 
     def broadcast_(self, tensor: torch.Tensor, source: int = 0) -> None:

@@ -291,7 +291,8 @@ class HierarchicalConfig(Section):
         "float32", description="format between nodes; bfloat16 halves the bytes, with error feedback"
     )
     chunk_bytes: PositiveInt | None = Field(
-        None, description="gradient bytes per collective between nodes; none: measured at the start"
+        None,
+        description="gradient bytes that go out together; none: measured at the start, on GPUs 8 MiB",
     )
     is_overlapped: bool = Field(True, description="chunks go out while back-propagation still runs")
     num_senders: PositiveInt | None = Field(

@@ -75,6 +75,18 @@ def slices(num_elements: int, num_workers: int) -> list[tuple[int, int]]:
     return list(zip(borders[:-1], borders[1:], strict=True))
 
 
+def buckets(num_elements: int, num_workers: int, bucket_elements: int) -> list[tuple[int, int]]:
+    """Cut the flat tensor into buckets that each split into one equal part of whole grains per worker.
+
+    A bucket has at most `bucket_elements`, unless that is less than a grain per worker. The last one may
+    reach beyond the flat tensor's end, by less than a grain per worker.
+    """
+    smallest = num_workers * GRAIN
+    size = max(1, bucket_elements // smallest) * smallest
+    end = -(-num_elements // smallest) * smallest
+    return [(start, min(start + size, end)) for start in range(0, end, size)]
+
+
 def move_into(flat: Tensor, layout: Sequence[Span], *, is_first: bool) -> None:
     """Make every parameter a view of `flat`; the first worker brings the values along."""
     for span in layout:
@@ -131,10 +143,11 @@ def flat_state(
             if value.numel() != span.parameter.numel() or value.dim() == 0 != span.parameter.dim():
                 scalars[name] = value
                 continue
-            target = flat.setdefault(name, torch.zeros(end - start, dtype=value.dtype))
+            if name not in flat:
+                flat[name] = torch.zeros(end - start, dtype=value.dtype)
             low, high = max(start, span.start), min(end, span.end)
             if low < high:
-                target[low - start : high - start] = value.flatten()[low - span.start : high - span.start]
+                flat[name][low - start : high - start] = value.flatten()[low - span.start : high - span.start]
     return flat, scalars
 
 

@@ -24,7 +24,7 @@ from labkit.sync import flat
 from labkit.sync.batch_norm import RunningStatistics
 from labkit.sync.node_reduce import Chunk, NodeReducer, cut
 from labkit.sync.record import StepRecord
-from labkit.sync.slice_optimizer import SliceOptimizer, agreed_names
+from labkit.sync.slice_optimizer import Part, SliceOptimizer, agreed_names
 from labkit.sync.strategy import StepTotals
 from labkit.sync.synchronous import Synchronous
 from labkit.sync.tune import Plan, candidates, choose
@@ -114,9 +114,7 @@ class Hierarchical(Synchronous):
             optimizer_config,
             self._whole,
             self._spans,
-            self._parameters[start:end],
-            self._rows[0, start:end],
-            (start, end),
+            [Part(start, self._parameters[start:end], self._rows[0, start:end])],
             self._share,
         )
         row = self._rows[self._topology.local_rank]
@@ -238,12 +236,12 @@ class Hierarchical(Synchronous):
         self._running.count(self._record.num_samples)
         return totals
 
-    def _share(self, row: int, first: int, sums: Tensor) -> Tensor:
+    def _share(self, row: int, own: Tensor, sums: Tensor) -> Tensor:
         """Sums of squares of all pieces: each worker writes its own into the row, then all read it.
 
         A row is written again only in the next step, when all have long read it.
         """
-        self._norms[row, first : first + len(sums)] = sums
+        self._norms[row, own] = sums
         self._add_up()
         return self._norms[row]
 
@@ -256,17 +254,16 @@ class Hierarchical(Synchronous):
     # --- state ---------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        parts, scalars = self._slice.state()
+        names, scalars = self._slice.state()
         whole: dict[str, Tensor] = {}
         scratch = self._rows[0, : self._num_parameters]  # free between steps
-        for name in agreed_names(parts, self._node, self._rows.device):
-            scratch[self._slice.start : self._slice.end] = parts.get(name, 0.0)
+        for name in agreed_names(names, self._node, self._rows.device):
+            self._slice.write_state(name, scratch)
             self._add_up()
             whole[name] = scratch.clone() if self._comm.rank == 0 else scratch
             self._add_up()
         return flat.full_state(self._whole, self._spans, whole, scalars) if self._comm.rank == 0 else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        parts, scalars = flat.flat_state(self._whole, self._spans, state, self._slice.start, self._slice.end)
-        self._slice.load(parts, scalars)
+        self._slice.load(state)
         self._add_up()  # the model was loaded just before, by every replica into the same memory

@@ -130,7 +130,7 @@ class NodeReducer:
             for row in self._rows[1:, chunk.start : chunk.end]:
                 tile.add_(row[inside])
             if error is not None and packed is not None:
-                _round(tile, error[inside], packed[inside])
+                round_(tile, error[inside], packed[inside])
         self.node_s += time.perf_counter() - began_at
         communicator = self._senders[chunk.sender]
         assert communicator is not None
@@ -176,7 +176,7 @@ class NodeReducer:
             self._background.close()
 
 
-def _round(values: Tensor, error: Tensor, packed: Tensor) -> None:
+def round_(values: Tensor, error: Tensor, packed: Tensor) -> None:
     """Round to the wire's format and remember what was lost (error feedback; Seide et al., 2014)."""
     error.add_(values)
     packed.copy_(error)

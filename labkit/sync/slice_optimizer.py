@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -10,20 +11,36 @@ from labkit.comm import Communicator
 from labkit.config import LarsConfig, OptimizerConfig
 from labkit.optim.build import build_optimizer
 from labkit.optim.lars import Lars
-from labkit.sync.flat import Span, pieces
+from labkit.sync.flat import Span, flat_state, pieces
 
-Share = Callable[[int, int, Tensor], Tensor]
-"""From a row's number, the first piece and this worker's sums to the sums of all pieces of the node."""
+Share = Callable[[int, Tensor, Tensor], Tensor]
+"""From a row's number, this worker's pieces and their sums to the sums of all pieces, over its node."""
 
 
 @dataclass(frozen=True)
-class _Part:
-    """A parameter of the slice's optimizer, and where it lies in the flat tensor."""
+class Part:
+    """A contiguous part of the slice.
 
-    parameter: nn.Parameter
+    Attributes:
+        start: Its first element in the flat order.
+        parameters: Shape (n,).
+        gradient: Shape (n,).
+    """
+
     start: int
-    end: int
-    span: int = -1
+    parameters: Tensor
+    gradient: Tensor
+
+    @property
+    def end(self) -> int:
+        """One past the last element in the flat order."""
+        return self.start + len(self.parameters)
+
+    def between(self, start: int, end: int) -> "Part":
+        """What of it lies there; maybe nothing."""
+        low, high = max(start, self.start), min(end, self.end)
+        inside = slice(low - self.start, max(low, high) - self.start)
+        return Part(low, self.parameters[inside], self.gradient[inside])
 
 
 class SliceOptimizer:
@@ -38,9 +55,7 @@ class SliceOptimizer:
         config: OptimizerConfig,
         whole: torch.optim.Optimizer,
         layout: Sequence[Span],
-        parameters: Tensor,
-        gradient: Tensor,
-        bounds: tuple[int, int],
+        parts: Sequence[Part],
         share: Share,
     ) -> None:
         """Prepare.
@@ -49,118 +64,126 @@ class SliceOptimizer:
             config: The optimizer.
             whole: The same optimizer over the model's parameters, for its groups.
             layout: Where parameters lie.
-            parameters: The flat parameters of the slice; shape (end - start,).
-            gradient: Their gradient; the same shape.
-            bounds: First element of the slice and one past its last, in the flat order.
+            parts: The slice, in flat order; parts may be empty, and they end at grains.
             share: Adds up sums of squares over the workers of the node; all of them call it together.
         """
-        self.start, self.end = bounds
-        self._layout = layout
-        self._all_pieces = pieces(layout)
-        self._own = [i for i, piece in enumerate(self._all_pieces) if self.start <= piece.start < self.end]
-        self._spans = torch.tensor([piece.span for piece in self._all_pieces], device=parameters.device)
-        self._parameters, self._gradient, self._share = parameters, gradient, share
+        self._whole, self._layout, self._share = whole, layout, share
+        self._gradients = [part.gradient for part in parts]
+        self._find_pieces(parts)
         if isinstance(config, LarsConfig):
-            self._optimizer: torch.optim.Optimizer = self._build_lars(whole)
+            self._optimizer: torch.optim.Optimizer = self._build_lars(parts)
         else:
-            self._parts = [self._part(self.start, self.end)]
-            self._optimizer = build_optimizer(config, [self._parts[0].parameter])
+            self._members = [_member(part) for part in parts]
+            self._optimizer = build_optimizer(config, [parameter for _, parameter in self._members])
 
-    def _part(self, start: int, end: int, span: int = -1) -> _Part:
-        inside = slice(start - self.start, end - self.start)
-        parameter = nn.Parameter(self._parameters[inside], requires_grad=False)
-        parameter.grad = self._gradient[inside]
-        return _Part(parameter, start, end, span)
+    def _find_pieces(self, parts: Sequence[Part]) -> None:
+        everyones = pieces(self._layout)
+        own = [
+            (index, part.between(piece.start, piece.end))
+            for part in parts
+            for index, piece in enumerate(everyones)
+            if part.start <= piece.start < part.end
+        ]
+        device = self._gradients[0].device
+        self._span_of = torch.tensor([piece.span for piece in everyones])
+        self._own = torch.tensor([index for index, _ in own], dtype=torch.int64, device=device)
+        self._weight_pieces = [piece.parameters for _, piece in own]
+        self._gradient_pieces = [piece.gradient for _, piece in own]
 
-    def _build_lars(self, whole: torch.optim.Optimizer) -> Lars:
+    def _build_lars(self, parts: Sequence[Part]) -> Lars:
         """LARS over the parts of tensors inside the slice, in the groups of the whole tensors."""
         spans = {id(span.parameter): index for index, span in enumerate(self._layout)}
-        self._parts, groups = [], []
-        self._adapted: list[int] = []
-        for group in whole.param_groups:
-            parts = []
+        self._members, groups = [], []
+        adapted: list[int] = []
+        for group in self._whole.param_groups:
+            members = []
             for index in (spans[id(p)] for p in group["params"] if id(p) in spans):
                 span = self._layout[index]
-                start, end = max(self.start, span.start), min(self.end, span.end)
-                if start < end:
-                    parts.append(self._part(start, end, index))
-            self._parts += parts
-            self._adapted += [part.span for part in parts] if group["is_adapted"] else []
-            groups.append({**group, "params": [part.parameter for part in parts]})
+                inside = [part.between(span.start, span.end) for part in parts]
+                found = [_member(part) for part in inside if len(part.parameters)]
+                members += found
+                adapted += [index] * len(found) if group["is_adapted"] else []
+            self._members += members
+            groups.append({**group, "params": [parameter for _, parameter in members]})
+        self._adapted = torch.tensor(adapted, dtype=torch.int64)
         return Lars(groups, squared_norms=self._squared_norms)
 
     def _squared_norms(self, weights: list[Tensor], gradients: list[Tensor]) -> tuple[Tensor, Tensor]:
-        by_tensor = [
-            self._by_tensor(values, row) for row, values in enumerate((self._parameters, self._gradient))
-        ]
-        chosen = torch.tensor(self._adapted, dtype=torch.int64, device=by_tensor[0].device)
-        return by_tensor[0][chosen].cpu(), by_tensor[1][chosen].cpu()
+        of_weights = self._by_tensor(self._weight_pieces, 0)
+        of_gradients = self._by_tensor(self._gradient_pieces, 1)
+        return of_weights[self._adapted], of_gradients[self._adapted]
 
-    def _by_tensor(self, values: Tensor, row: int) -> Tensor:
+    def _by_tensor(self, views: list[Tensor], row: int) -> Tensor:
         """Sum of squares of every whole tensor; shape (tensors,), float64."""
-        sums = torch.zeros(len(self._layout), dtype=torch.float64, device=values.device)
-        return sums.index_add_(0, self._spans, self._by_piece(values, row))
+        sums = torch.zeros(len(self._layout), dtype=torch.float64)
+        return sums.index_add_(0, self._span_of, self._by_piece(views, row))
 
-    def _by_piece(self, values: Tensor, row: int) -> Tensor:
-        """Sum of squares of every piece of the flat tensor; shape (pieces,), float64."""
-        own = [self._all_pieces[index] for index in self._own]
-        views = [values[piece.start - self.start : piece.end - self.start] for piece in own]
-        norms = torch._foreach_norm(views) if views else ()
-        squares = (
-            torch.stack([norm.double().square() for norm in norms]) if norms else values.new_empty(0).double()
-        )
-        return self._share(row, self._own[0] if self._own else 0, squares)
+    def _by_piece(self, views: list[Tensor], row: int) -> Tensor:
+        """Sum of squares of every piece of the flat tensor; shape (pieces,), float64, on the CPU.
+
+        There they are added up in one order; an accelerator would not promise that.
+        """
+        squares = torch.zeros(0, dtype=torch.float64, device=self._own.device)
+        if views:
+            squares = torch.stack(torch._foreach_norm(views)).double().square()
+        return self._share(row, self._own, squares).cpu()
 
     def divide_(self, count: float) -> None:
         """Divide the slice's gradient; by 1 costs nothing."""
         if count != 1.0:
-            self._gradient.div_(count)
+            torch._foreach_div_(self._gradients, count)
 
     def step(self, learning_rate: float, clip_norm: float | None) -> None:
         """Clip by the norm of the whole gradient and update the slice."""
         if clip_norm is not None:
-            norm = float(self._by_piece(self._gradient, 2).sum()) ** 0.5
-            self._gradient.mul_(min(1.0, clip_norm / (norm + 1e-6)))
+            norm = float(self._by_piece(self._gradient_pieces, 2).sum()) ** 0.5
+            torch._foreach_mul_(self._gradients, min(1.0, clip_norm / (norm + 1e-6)))
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate
         self._optimizer.step()
 
-    def state(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Elementwise state of the slice by name, and the numbers beside it."""
-        parts: dict[str, Tensor] = {}
-        scalars: dict[str, Tensor] = {}
-        for part in self._parts:
-            for name, value in self._optimizer.state.get(part.parameter, {}).items():
-                if not isinstance(value, Tensor):
-                    continue
-                if value.dim() == 0:
-                    scalars[name] = value
-                    continue
-                whole = parts.setdefault(name, torch.zeros_like(self._parameters))
-                whole[part.start - self.start : part.end - self.start] = value
-        return parts, scalars
+    def state(self) -> tuple[set[str], dict[str, Tensor]]:
+        """Names of the elementwise state, and the numbers beside it."""
+        values = [
+            (name, value)
+            for state in self._optimizer.state.values()
+            for name, value in state.items()
+            if isinstance(value, Tensor)
+        ]
+        names = {name for name, value in values if value.dim()}
+        return names, {name: value for name, value in values if not value.dim()}
 
-    def load(self, parts: dict[str, Tensor], scalars: dict[str, Tensor]) -> None:
-        """Continue from a state."""
-        if not parts and not scalars:
-            return
-        for part in self._parts:
-            inside = slice(part.start - self.start, part.end - self.start)
-            self._optimizer.state[part.parameter] = {
-                **{name: value.clone() for name, value in scalars.items()},
-                **{
-                    name: value[inside].to(self._parameters.device, copy=True)
-                    for name, value in parts.items()
-                },
-            }
+    def write_state(self, name: str, flat: Tensor) -> None:
+        """Put elementwise state into its places in a flat tensor of the whole; zeros where there is none."""
+        for start, parameter in self._members:
+            value = self._optimizer.state.get(parameter, {}).get(name, 0.0)
+            flat[start : start + len(parameter)] = value
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Continue from the state of an optimizer over whole parameters."""
+        for start, parameter in self._members:
+            end = start + len(parameter)
+            values, scalars = flat_state(self._whole, self._layout, state, start, end)
+            if values or scalars:
+                self._optimizer.state[parameter] = {
+                    **{name: value.clone() for name, value in scalars.items()},
+                    **{name: value.to(parameter.device) for name, value in values.items()},
+                }
 
 
-def agreed_names(parts: dict[str, Tensor], node: Communicator, device: torch.device) -> list[str]:
+def _member(part: Part) -> tuple[int, nn.Parameter]:
+    """Where a parameter of the slice's optimizer lies in the flat order, and the parameter."""
+    parameter = nn.Parameter(part.parameters, requires_grad=False)
+    parameter.grad = part.gradient
+    return part.start, parameter
+
+
+def agreed_names(names: set[str], node: Communicator, device: torch.device) -> list[str]:
     """Names of the elementwise state that any worker of the node holds; an empty slice holds none.
 
     All workers of the node call it together.
     """
     known = ("exp_avg", "exp_avg_sq", "momentum_buffer")
-    has = torch.tensor([float(name in parts) for name in known], device=device)
+    has = torch.tensor([float(name in names) for name in known], device=device)
     node.all_reduce_(has).wait()
     return [name for name, count in zip(known, has.tolist(), strict=True) if count]
