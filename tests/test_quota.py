@@ -16,9 +16,9 @@ from support import need
 
 import labkit
 from labkit.cli import main
+from labkit.config import EngineConfig, from_overrides
 from labkit.engine import quota
 from labkit.engine.quota import Controller, Quotas, cores_of, enter, find_controller, num_threads
-from labkit.config import EngineConfig, from_overrides
 from labkit.errors import ConfigError
 from labkit.launch import Run
 from labkit.launch.emulation import build
