@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from labkit.cluster.partition import largest_remainder, split_batch
-from labkit.cluster.placement import local_batch_sizes, placements
+from labkit.cluster.placement import placements
 from labkit.config import from_overrides
 from labkit.errors import ConfigError
 
@@ -63,9 +63,3 @@ def test_ranks_run_through_the_nodes_of_any_shape() -> None:
     assert [p.local_world_size for p in found] == [1, 3, 3, 3, 2, 2]
     assert {p.world_size for p in found} == {6}
     assert [p.device for p in found] == ["auto", "cpu", "cpu", "cpu", "auto", "auto"]
-
-
-def test_local_batches_are_those_given_or_an_even_split() -> None:
-    assert local_batch_sizes(from_overrides(["cluster=1x3"]).cluster, 64) == [22, 21, 21]
-    given_sizes = "cluster={nodes: [{name: a, workers: [{local_batch_size: 60}, {local_batch_size: 4}]}]}"
-    assert local_batch_sizes(from_overrides([given_sizes]).cluster, 64) == [60, 4]

@@ -343,3 +343,26 @@ def test_refuses_a_warmup_longer_than_the_data_lasts(tmp_path: Path) -> None:
 
     (text,) = run_workers(build, 1)
     assert text.startswith("schedule.warmup_steps must be at most the ") and "got 100000" in text
+
+
+THROTTLED = "{nodes: [{name: a, workers: 1}, {name: b, workers: 1, throttle: {factor: 3, from_step: 4}}]}"
+
+
+@pytest.mark.parametrize("sync", ["allreduce", "hierarchical"])
+def test_a_worker_that_slows_down_gets_less_and_the_weights_stay_the_same(tmp_path: Path, sync: str) -> None:
+    base = ["model=mlp", f"sync={sync}", "engine.dtype=float64", "engine.max_steps=24"]
+    plain = _config(*base, "cluster=2x1")
+    slowed = _config(*base, f"cluster={THROTTLED}", "shares.is_rebalanced=true", "engine.step_padding_s=0.03")
+    folders = [_folder(tmp_path / name, config) for name, config in (("plain", plain), ("slowed", slowed))]
+    expected, got = (
+        run_workers(_run, 2, config, path)[0] for config, path in zip((plain, slowed), folders, strict=True)
+    )
+    for name, value in expected.items():
+        assert torch.allclose(value, got[name], rtol=1e-9), name
+    changes = RunFolder(folders[1]).history(0, ("shares",))
+    assert changes and changes[0]["step"] <= 24
+    sizes = [int(size) for size in changes[-1]["values"].values()]
+    assert sum(sizes) == slowed.engine.global_batch_size
+    assert sizes[1] < 0.4 * sum(sizes)  # a third as fast: a quarter of the batch
+    assert {event["samples"] for event in RunFolder(folders[1]).history(1, ("step",))} > {sizes[1]}
+    assert not RunFolder(folders[0]).history(0, ("shares",))

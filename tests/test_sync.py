@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from labkit.cluster.placement import local_batch_sizes, placements
+from labkit.cluster.placement import placements
+from labkit.cluster.plan import make_plan
 from labkit.comm import Communicator, SoloCommunicator
 from labkit.config import ExperimentConfig, HierarchicalConfig, from_overrides
 from labkit.errors import ConfigError
@@ -93,7 +94,7 @@ def _train(comm: Communicator, config: ExperimentConfig) -> Outcome:
     inputs, targets = _problem(dtype)
     model = _network(dtype, comm.rank)
     strategy = _build(config, model, comm)
-    sizes = local_batch_sizes(config.cluster, SAMPLES)
+    sizes = make_plan(config).local_batch_sizes
     start, count = sum(sizes[: comm.rank]), sizes[comm.rank]
     own = slice(start, start + count)
     logged = []

@@ -1,32 +1,25 @@
 """From the native strategy to ours, one part at a time, on four emulated nodes of four workers."""
 
-import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import replace
 
-import psutil
 import torch
 from torch import nn
 
-from labkit.bench.emulated import MAX_FOREIGN_CORES, ForeignLoad, check_links
+from labkit.bench.emulated import check_links
 from labkit.bench.harness import Report
-from labkit.config import ExperimentConfig
+from labkit.bench.points import measured_point
 from labkit.lab.scaling import (
     PARTS,
     Climb,
     Ladder,
-    Point,
     ladder_remarks,
     record_climb,
-    run_point,
 )
 from labkit.launch import warm_up
 from labkit.launch.emulation import build
-from labkit.runfolder import RunState, RunStatus
 
-_MOST_TRIES = 2
-_PATIENCE_S = 60.0  # a rung that took longer is not run again: the native one needs minutes
 _MIB = 2**20
 
 
@@ -43,7 +36,7 @@ def measure(say: Callable[[str], None]) -> Report:
         check_links(network, say)
     growth = [_compute_growth(plan) for _ in range(5)]
     plan = replace(plan, compute_growth=max(1.0, sorted(growth)[len(growth) // 2]))
-    climb = plan.climb(say, lambda config: _measured(config, say))
+    climb = plan.climb(say, lambda config: measured_point(config, say))
     say(f"written to {record_climb(climb, plan.base.name)}")
     report = _report(climb)
     report.add("compute_growth", growth)
@@ -69,42 +62,6 @@ def _compute_growth(plan: Ladder, repeats: int = 40) -> float:
     finally:
         torch.set_num_threads(num_threads)
     return min(times[1]) / min(times[0])  # the rest of the machine only ever adds
-
-
-def _measured(config: ExperimentConfig, say: Callable[[str], None]) -> Point:
-    """Train a rung anew; once more when something cast doubt on its times."""
-    began_at = time.monotonic()
-    for attempt in range(1, _MOST_TRIES + 1):
-        watch = _Watch()
-        point = run_point(config, is_repeat=True, on_poll=watch)
-        if watch.foreign_cores > MAX_FOREIGN_CORES:
-            doubt = f"other processes used {watch.foreign_cores:.2f} cores"
-            point = replace(point, doubts=(*point.doubts, doubt))
-        is_last = attempt == _MOST_TRIES or time.monotonic() - began_at > _PATIENCE_S
-        if not point.doubts or is_last:
-            return point
-        say(f"thrown away: {'; '.join(point.doubts)}")
-    raise AssertionError("not reached")
-
-
-class _Watch:
-    """Looks once a second, while a run goes on, how many cores others than its supervisor and workers use."""
-
-    def __init__(self) -> None:
-        self.foreign_cores = 0.0
-        self._load: ForeignLoad | None = None
-        self._looked_at = 0.0
-
-    def __call__(self, status: RunStatus) -> None:
-        now = time.monotonic()
-        if status.state is not RunState.RUNNING or status.owner is None or now - self._looked_at < 1.0:
-            return
-        self._looked_at = now
-        with contextlib.suppress(psutil.NoSuchProcess):  # it ends just now
-            if self._load is None:
-                self._load = ForeignLoad(status.owner.pid)
-            else:
-                self.foreign_cores = self._load.cores()
 
 
 def _report(climb: Climb) -> Report:

@@ -592,6 +592,15 @@ class ExperimentConfig(Section):
         return min(steps, self.engine.max_steps) if self.engine.max_steps else steps
 
     @model_validator(mode="after")
+    def _rebalancing_fits_sync(self) -> "ExperimentConfig":
+        if self.shares.is_rebalanced and isinstance(self.sync, LocalSgdConfig):
+            raise ValueError(
+                "shares.is_rebalanced must be false with sync.name 'local_sgd', whose workers do not know each "
+                "other's times, got true. Use sync.name=allreduce or hierarchical."
+            )
+        return self
+
+    @model_validator(mode="after")
     def _model_fits_data(self) -> "ExperimentConfig":
         wants = {"gpt": "text", "mlp": "digits", "convnet": "digits"}.get(self.model.name)
         if wants and self.data.name in ("digits", "text") and self.data.name != wants:
