@@ -595,8 +595,8 @@ class ExperimentConfig(Section):
     def _rebalancing_fits_sync(self) -> "ExperimentConfig":
         if self.shares.is_rebalanced and isinstance(self.sync, LocalSgdConfig):
             raise ValueError(
-                "shares.is_rebalanced must be false with sync.name 'local_sgd', whose workers do not know each "
-                "other's times, got true. Use sync.name=allreduce or hierarchical."
+                "shares.is_rebalanced must be false with sync.name 'local_sgd', whose workers do not know "
+                "each other's times, got true. Use sync.name=allreduce or hierarchical."
             )
         return self
 
