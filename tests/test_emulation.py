@@ -18,7 +18,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from support import need
+from support import holders_of, namespaces_of, need
 
 import labkit
 from labkit.bench.emulated import (
@@ -157,22 +157,6 @@ pytestmark = [pytest.mark.filterwarnings("ignore:This process .* is multi-thread
 emulated = pytest.mark.netns
 
 
-def _namespaces(emulation: Emulation) -> set[str]:
-    """As the kernel names them: net:[4026532323]."""
-    return {os.readlink(f"/proc/self/fd/{fd}") for fd in emulation.fds()}
-
-
-def _holders(namespaces: set[str]) -> set[int]:
-    """Processes that are in one of them or hold it open. Without any, the kernel has freed them."""
-    found = set()
-    for process in psutil.process_iter():
-        for path in (*Path(f"/proc/{process.pid}/ns").glob("*"), *Path(f"/proc/{process.pid}/fd").glob("*")):
-            with contextlib.suppress(OSError):
-                if os.readlink(path) in namespaces:
-                    found.add(process.pid)
-    return found
-
-
 def _until(condition: Callable[[], object], what: str, limit_s: float = WAIT_S) -> None:
     deadline = time.monotonic() + limit_s
     while not condition():
@@ -307,8 +291,8 @@ def test_what_is_let_go_of_is_gone(netns: None) -> None:
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(3):
         with build(_cluster(3)) as emulation:
-            namespaces = _namespaces(emulation)
-        assert _holders(namespaces) == set()
+            namespaces = namespaces_of(emulation)
+        assert holders_of(namespaces) == set()
     assert Path("/proc/self/mounts").read_text() == mounts
     assert len(os.listdir("/proc/self/fd")) == before
     assert set(os.listdir("/sys/class/net")) == devices
@@ -616,15 +600,15 @@ def test_a_killed_supervisor_leaves_no_process_no_namespace_and_no_cable(netns: 
     run = _start("cluster=2x2-100mbit", *LONG)
     _until_step(run, 3)
     with open_run(run.folder) as emulation:
-        namespaces = _namespaces(emulation)
+        namespaces = namespaces_of(emulation)
     assert len(namespaces) >= 3 * 3  # of two nodes and the switch
     pids = [worker.pid for worker in run.status().workers if worker.pid]
     owner = run.status().owner
     assert owner is not None and len(pids) == 4
-    assert _holders(namespaces) == {owner.pid, *pids}
+    assert holders_of(namespaces) == {owner.pid, *pids}
     os.kill(owner.pid, signal.SIGKILL)
     _until(lambda: not any(psutil.pid_exists(pid) for pid in [owner.pid, *pids]), "end of all processes", 10)
-    assert _holders(namespaces) == set()
+    assert holders_of(namespaces) == set()
     assert set(os.listdir("/sys/class/net")) == devices
     assert run.status().state is RunState.LOST
     with pytest.raises(ConfigError, match="run must be going on"):

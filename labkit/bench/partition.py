@@ -38,8 +38,8 @@ def measure(say: Callable[[str], None]) -> Report:
     report.notes.append(
         "over_limit: samples/s under the plan over the sum of the devices' own speeds, which are known here; "
         "at 100 Mbit/s the sum of all gradients takes longer than the part of the backward pass that could "
-        "hide it, whatever the plan: bound says what is possible at best. recovery_steps: steps from the one at "
-        "which a fast worker becomes three times as slow until steps stay within 10 % of the new best plan"
+        "hide it, whatever the plan: bound says what is possible at best. recovery_steps: steps from the one "
+        "at which a fast worker becomes three times as slow until steps stay within 10 % of the new best plan"
     )
     return report
 

@@ -88,10 +88,10 @@ def _as_dicts(emulation: "Emulation") -> list[dict[str, Any]]:
 
 
 def _print_links(rows: Sequence[tuple[str, dict[str, Any]]]) -> None:
-    from labkit.launch.emulation.links import rate_text
+    from labkit.launch.emulation.links import rate_text, rtt_text
 
     print_table(
-        ("cluster", "node", "address", "up", "down", "sent", "received"),
+        ("cluster", "node", "address", "up", "down", "round trip", "sent", "received"),
         [
             (
                 name,
@@ -99,6 +99,7 @@ def _print_links(rows: Sequence[tuple[str, dict[str, Any]]]) -> None:
                 link["address"],
                 "cut" if link["is_cut"] else rate_text(link["up_mbit"]),
                 "cut" if link["is_cut"] else rate_text(link["down_mbit"]),
+                rtt_text(link["rtt_ms"]),
                 f"{link['sent_bytes'] / 1e6:.1f} MB",
                 f"{link['received_bytes'] / 1e6:.1f} MB",
             )

@@ -225,6 +225,10 @@ class ClusterConfig(Section):
     link_mbit: PositiveFloat | None = Field(
         None, description="emulated rate of every node's link, Mbit/s; none: as fast as it goes"
     )
+    rtt_ms: Annotated[float, Field(gt=0, le=10_000)] | None = Field(
+        None,
+        description="emulated round trip between any two nodes, ms (needs /dev/net/tun); none: not delayed",
+    )
     profiled_model: str | None = Field(None, description="what the workers' profiles were measured with")
     gradient_bytes: PositiveInt | None = Field(None, description="of that model")
     measured_links: Annotated[tuple[MeasuredLinkConfig, ...], Field(strict=False)] = Field(

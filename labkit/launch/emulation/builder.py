@@ -1,9 +1,11 @@
 """Build an emulated network: a switch and nodes as namespaces, joined by veth pairs, shaped by tc.
 
 Both ends of a link are shaped by a token bucket: what a node sends at its own end, what it receives at the
-switch's. Rates are exact to a few per cent up to what the machine's cores can push through.
+switch's. Rates are exact to a few per cent up to what the machine's cores can push through. The switch is
+a bridge; with latency it is a process (`delay`), with a bridge that joins it to each port.
 """
 
+import contextlib
 import errno
 import os
 import socket
@@ -13,24 +15,38 @@ from pathlib import Path
 from labkit.config import ClusterConfig
 from labkit.errors import ConfigError
 from labkit.launch.emulation import kernel
-from labkit.launch.emulation.emulation import INTERFACE, Emulation, Spaces
-from labkit.launch.emulation.links import PREFIX_BITS, SWITCH_ADDRESS, Link, links_of, shape_command
+from labkit.launch.emulation.delay import start_switch
+from labkit.launch.emulation.emulation import INTERFACE, Delay, Emulation, Spaces
+from labkit.launch.emulation.links import (
+    PREFIX_BITS,
+    SWITCH_ADDRESS,
+    Link,
+    links_of,
+    port_of,
+    shape_command,
+    tap_of,
+)
 from labkit.launch.emulation.tools import OR_LOOPBACK, batch, find_program
 
 _CONGESTION = "reno"  # in every kernel, settable in every namespace, and with the least spread
+_WIDEST_WINDOW = 2**26
 _SWITCH_NAME = "labkit-switch"
+_SWITCH_TAP = "switch"  # joins the switch's own address with the process that delays frames
 
 
 def build(cluster: ClusterConfig) -> Emulation:
     """Build the network of a cluster; a tenth of a second for four nodes.
 
     Raises:
-        ConfigError: a rate or a name can't be emulated, a program is missing, or it is not allowed.
+        ConfigError: a rate, a round trip or a name can't be emulated, a program is missing, or it is not
+            allowed.
     """
     links = links_of(cluster)
     check_system()
     emulation = _make_namespaces(links)
     try:
+        if cluster.rtt_ms is not None:
+            _start_delay(emulation, cluster.rtt_ms)
         _wire(emulation)
     except BaseException:
         emulation.close()
@@ -137,6 +153,15 @@ def _tune_tcp() -> str:
     return control.read_text().strip()
 
 
+def _widen_tcp() -> None:
+    """Let one connection have as much on the way as a long and fast link holds. Called inside a node."""
+    for name in ("tcp_rmem", "tcp_wmem"):
+        file = Path("/proc/sys/net/ipv4") / name
+        with contextlib.suppress(OSError):  # then a connection fills the link only up to the kernel's window
+            least, usual, _ = file.read_text().split()
+            file.write_text(f"{least} {usual} {_WIDEST_WINDOW}")
+
+
 def _furnish(name: str, hosts: str) -> str:
     """Called inside a host's new namespaces: its name, its hosts file, and a /dev/shm of its own.
 
@@ -160,10 +185,17 @@ def _hosts_text(links: Sequence[Link]) -> str:
     return "\n".join([*lines, *(f"::ffff:{address} {name}.ipv4" for address, name in hosts)]) + "\n"
 
 
+def _start_delay(emulation: Emulation, rtt_ms: float) -> None:
+    taps = [tap_of(port_of(emulation.links, link.node)) for link in emulation.links]
+    pid, lifeline = start_switch([*taps, _SWITCH_TAP], rtt_ms, emulation.way_to(None))
+    emulation.delay = Delay(rtt_ms, lifeline, pid)
+
+
 def _wire(emulation: Emulation) -> None:
     """Cables, addresses and rates."""
     sockets = [node.network for node in emulation.nodes.values()]
-    emulation.call(None, lambda: _wire_switch(emulation.links, sockets))
+    is_delayed = emulation.delay is not None
+    emulation.call(None, lambda: _wire_switch(emulation.links, sockets, is_delayed=is_delayed))
     for link in emulation.links:
         commands = [
             "link set lo up",
@@ -175,21 +207,37 @@ def _wire(emulation: Emulation) -> None:
         def wire_node(ip: list[str] = commands, tc: list[str] = shape) -> None:
             batch("ip", ip)
             batch("tc", tc)
+            if is_delayed:
+                _widen_tcp()
 
         emulation.call(link.node, wire_node)
 
 
-def _wire_switch(links: Sequence[Link], node_networks: Sequence[int]) -> None:
+def _wire_switch(links: Sequence[Link], node_networks: Sequence[int], *, is_delayed: bool) -> None:
     commands = [
         "link set lo up",
-        "link add br0 type bridge stp_state 0 forward_delay 0 mcast_snooping 0",
+        *_bridge("br0"),
         f"addr add {SWITCH_ADDRESS}/{PREFIX_BITS} dev br0",
-        "link set br0 up",
+        *([f"link set {_SWITCH_TAP} master br0 up"] if is_delayed else []),
     ]
     for index, fd in enumerate(node_networks):
         # The other end lands in the node's namespace, which `ip` knows by a descriptor that it inherits.
         commands.append(f"link add p{index} type veth peer name {INTERFACE} netns /proc/self/fd/{fd}")
-        commands.append(f"link set p{index} master br0 up")
+        if is_delayed:
+            # It must not answer for the switch's address in the place of br0, past the delay: no ARP.
+            commands += [
+                *_bridge(f"b{index}"),
+                f"link set b{index} arp off",
+                f"link set d{index} master b{index} up",
+            ]
+        commands.append(f"link set p{index} master {f'b{index}' if is_delayed else 'br0'} up")
     batch("ip", commands, pass_fds=node_networks)
     shaped = [(index, link.down_mbit) for index, link in enumerate(links) if link.down_mbit is not None]
     batch("tc", [shape_command(f"p{index}", rate) for index, rate in shaped])
+
+
+def _bridge(name: str) -> list[str]:
+    return [
+        f"link add {name} type bridge stp_state 0 forward_delay 0 mcast_snooping 0",
+        f"link set {name} up",
+    ]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from labkit.errors import ConfigError
 from labkit.launch.emulation.emulation import INTERFACE, Emulation
 from labkit.launch.emulation.links import Link, check_rate, link_of, port_of, rate_text, shape_command
-from labkit.launch.emulation.tools import batch, devices, is_down, rates
+from labkit.launch.emulation.tools import batch, devices, rates
 
 
 @dataclass(frozen=True)
@@ -20,6 +20,7 @@ class LinkState:
         up_mbit: Rate towards the others, Mbit/s; None: unshaped.
         down_mbit: Rate from the others.
         is_cut: Nothing goes through.
+        rtt_ms: Round trip to any other node, milliseconds; None: not delayed.
         sent_bytes: By the node since it was made, as the switch counted them.
         received_bytes: The same, the other way.
     """
@@ -29,6 +30,7 @@ class LinkState:
     up_mbit: float | None
     down_mbit: float | None
     is_cut: bool
+    rtt_ms: float | None
     sent_bytes: int
     received_bytes: int
 
@@ -105,14 +107,15 @@ def link_state(emulation: Emulation, node: str) -> LinkState:
         ConfigError: there is no such node.
     """
     link, port = link_of(emulation.links, node), port_of(emulation.links, node)
-    device, down = emulation.call(None, lambda: (devices()[port], rates()))
-    counted = device["stats64"]
+    found, down = emulation.call(None, lambda: (devices(), rates()))
+    counted = found[port]["stats64"]
     return LinkState(
         node=link.node,
         address=link.address,
         up_mbit=emulation.call(link.node, rates).get(INTERFACE),
         down_mbit=down.get(port),
-        is_cut=is_down(device),
+        is_cut=emulation.is_cut(node, found),
+        rtt_ms=emulation.rtt_ms,
         sent_bytes=counted["rx"]["bytes"],
         received_bytes=counted["tx"]["bytes"],
     )

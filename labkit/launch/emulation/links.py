@@ -113,6 +113,11 @@ def port_of(links: Sequence[Link], node: str) -> str:
     return f"p{[link.node for link in links].index(link_of(links, node).node)}"
 
 
+def tap_of(port: str) -> str:
+    """The device that joins a port with the process that delays frames."""
+    return f"d{port.removeprefix('p')}"
+
+
 def link_of(links: Sequence[Link], node: str) -> Link:
     """A node's link.
 
@@ -142,6 +147,11 @@ def _rates_text(up_mbit: float | None, down_mbit: float | None) -> str:
     if up_mbit == down_mbit:
         return rate_text(up_mbit)
     return f"up {rate_text(up_mbit)}, down {rate_text(down_mbit)}"
+
+
+def rtt_text(rtt_ms: float | None) -> str:
+    """A round trip as one reads it."""
+    return "not delayed" if rtt_ms is None else f"{rtt_ms:g} ms"
 
 
 def rate_text(rate_mbit: float | None) -> str:

@@ -6,7 +6,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict
 
 from labkit.errors import ConfigError
-from labkit.launch.emulation.emulation import Emulation, Spaces
+from labkit.launch.emulation.emulation import Delay, Emulation, Spaces
 from labkit.launch.emulation.links import Link
 from labkit.runfolder import ProcessId
 
@@ -33,6 +33,13 @@ class NodeRecord(_Record):
     spaces: SpacesRecord
 
 
+class DelayRecord(_Record):
+    """Latency, and the holder's descriptor of what keeps the process alive that makes it."""
+
+    rtt_ms: float
+    lifeline: int
+
+
 class EmulationRecord(_Record):
     """An emulation that a process holds.
 
@@ -43,6 +50,7 @@ class EmulationRecord(_Record):
         user: Descriptor of the user namespace; None: root made it.
         switch: Namespaces of the switch.
         nodes: In order.
+        delay: Latency; None: none is added.
     """
 
     holder: ProcessId
@@ -51,6 +59,7 @@ class EmulationRecord(_Record):
     user: int | None
     switch: SpacesRecord
     nodes: tuple[NodeRecord, ...]
+    delay: DelayRecord | None = None
 
 
 def record_of(emulation: Emulation) -> EmulationRecord:
@@ -71,6 +80,9 @@ def record_of(emulation: Emulation) -> EmulationRecord:
             )
             for link in emulation.links
         ),
+        delay=None
+        if emulation.delay is None
+        else DelayRecord(rtt_ms=emulation.delay.rtt_ms, lifeline=emulation.delay.lifeline),
     )
 
 
@@ -106,8 +118,8 @@ def open_record(record: EmulationRecord, *, log: Path | None = None) -> Emulatio
 
 
 def _open(record: EmulationRecord, opened: list[int], log: Path | None) -> Emulation:
-    def take(fd: int) -> int:
-        opened.append(os.open(f"/proc/{record.holder.pid}/fd/{fd}", os.O_RDONLY))
+    def take(fd: int, mode: int = os.O_RDONLY) -> int:
+        opened.append(os.open(f"/proc/{record.holder.pid}/fd/{fd}", mode))
         return opened[-1]
 
     def take_all(spaces: SpacesRecord) -> Spaces:
@@ -121,4 +133,7 @@ def _open(record: EmulationRecord, opened: list[int], log: Path | None) -> Emula
         record.congestion,
         name=record.name,
         log=log,
+        delay=None
+        if record.delay is None
+        else Delay(record.delay.rtt_ms, take(record.delay.lifeline, os.O_WRONLY)),
     )

@@ -21,7 +21,9 @@ def network_of(config: ExperimentConfig, folder: RunFolder) -> Network:
     """
     if not config.launch.is_emulated:
         rates = [(node.up_mbit, node.down_mbit) for node in config.cluster.nodes]
-        return Loopback(is_shape_wanted=bool(config.cluster.link_mbit) or any(map(any, rates)))
+        return Loopback(
+            is_shape_wanted=bool(config.cluster.link_mbit or config.cluster.rtt_ms) or any(map(any, rates))
+        )
     emulation = open_equal(config.cluster) or build(config.cluster)
     emulation.log = folder.supervisor_log
     emulation.join()

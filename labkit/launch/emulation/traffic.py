@@ -97,7 +97,9 @@ def calibrate(emulation: Emulation, sender: str | None = None, receiver: str | N
     rates = [rate for rate in (source.up_mbit, target.down_mbit) if rate is not None]
     rate = min(rates, default=None)
     size = _TRANSFER_BYTES if rate is None else min(_TRANSFER_BYTES, round(rate * 1e6 / 8 * _LONGEST_S))
-    credit = 0 if rate is None else 4 * burst_bytes(rate)
+    on_the_way = 0.0 if rate is None else rate * 1e6 / 8 * (emulation.rtt_ms or 0.0) / 1e3
+    # TCP needs some round trips until it fills the link.
+    credit = 0 if rate is None else 4 * burst_bytes(rate) + round(4 * on_the_way)
     source_network = emulation.nodes[source.node].network
     seconds = emulation.call(target.node, lambda: _transfer(source_network, target.address, size, credit))
     return Calibration(
