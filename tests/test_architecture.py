@@ -31,6 +31,7 @@ HOMES = {
     "mlflow": {"lab/tracking"},
     "papermill": {"lab"},
     "ipywidgets": {"lab/widgets"},
+    "zmq": {"comm"},
 }
 NO_TORCH = {"lab", "cli", "config", "cluster", "runfolder.py", "errors.py", "seeding.py"}
 # Run in the fork server, which has torch; everything else of `launch` is imported by notebooks.

@@ -1,7 +1,8 @@
-"""Communication between workers. Only this package knows torch.distributed."""
+"""Communication between workers. Only this package knows torch.distributed and ZeroMQ."""
 
 from labkit.comm.arena import Arena, Counters, give_back_memory, padded_bytes
 from labkit.comm.communicator import Communicator, GroupCommunicator, PeerError, SoloCommunicator, Work
+from labkit.comm.messages import Message, MessageClient, MessageServer, RemoteError, Reply, Secret
 from labkit.comm.rendezvous import (
     Rendezvous,
     StoreClient,
@@ -19,8 +20,14 @@ __all__ = [
     "padded_bytes",
     "Communicator",
     "GroupCommunicator",
+    "Message",
+    "MessageClient",
+    "MessageServer",
     "PeerError",
+    "RemoteError",
     "Rendezvous",
+    "Reply",
+    "Secret",
     "SoloCommunicator",
     "StoreClient",
     "StoreServer",
