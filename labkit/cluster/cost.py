@@ -2,6 +2,7 @@
 
 from labkit.config import (
     AllReduceConfig,
+    AsyncConfig,
     ClusterConfig,
     ExperimentConfig,
     HierarchicalConfig,
@@ -22,7 +23,8 @@ def sent_bytes(config: ExperimentConfig, model_bytes: float, num_steps: int | No
     N nodes, W workers, R of them on a node, M bytes of gradients: `hierarchical` 2 (N-1)/N M (half of it in
     bfloat16), `allreduce` 2 (W-1)/W M, since its ring passes every node once; `parameter_server` R M from
     every node but the server's, which sends W - R models; `local_sgd` what `allreduce` sends, for parameters
-    and averaged momentum, once every period.
+    and averaged momentum, once every period. With a server on every node, a group pushes and pulls (N-1)/N M
+    over links; which groups there are is known when they are given, else every worker counts as one.
 
     Args:
         config: Strategy, cluster and optimizer.
@@ -41,11 +43,26 @@ def sent_bytes(config: ExperimentConfig, model_bytes: float, num_steps: int | No
     if isinstance(sync, HierarchicalConfig):
         width = 0.5 if sync.wire == "bfloat16" else 1.0
         return [2 * (num_nodes - 1) / num_nodes * model_bytes * width] * num_nodes
+    if isinstance(sync, AsyncConfig):
+        return _server_bytes(config, model_bytes)
     ring_bytes = 2 * (num_workers - 1) / num_workers * model_bytes
     if isinstance(sync, LocalSgdConfig):
         steps = num_steps or sync.period_steps
         ring_bytes *= (1 + _num_averaged_states(config, sync)) * (steps // sync.period_steps) / steps
     return [ring_bytes] * num_nodes
+
+
+def _server_bytes(config: ExperimentConfig, model_bytes: float) -> list[float]:
+    """Every group pushes to the servers of other nodes, and every server answers the pulls of other nodes."""
+    assert isinstance(config.sync, AsyncConfig)
+    nodes = [index for index, node in enumerate(config.cluster.nodes) for _ in node.workers]
+    groups = config.sync.groups or [(rank,) for rank in range(len(nodes))]
+    leaders = [nodes[group[0]] for group in groups]
+    num_nodes = max(nodes) + 1
+    return [
+        model_bytes * (leaders.count(node) * (num_nodes - 1) + len(leaders) - leaders.count(node)) / num_nodes
+        for node in range(num_nodes)
+    ]
 
 
 def _num_averaged_states(config: ExperimentConfig, sync: LocalSgdConfig) -> int:

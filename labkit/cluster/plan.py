@@ -8,13 +8,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from labkit.cluster.cost import exposed_s
+from labkit.cluster.cost import exposed_s, payload_rate
 from labkit.cluster.device_model import DeviceModel
+from labkit.cluster.groups import LinkModel, group_workers
 from labkit.cluster.partition import Partition, partition, split_batch
-from labkit.config import ClusterConfig, ExperimentConfig, WorkerConfig
+from labkit.config import AsyncConfig, ClusterConfig, ExperimentConfig, HybridConfig, WorkerConfig
 from labkit.errors import ConfigError
 
 Origin = Literal["given", "planned", "even"]
+
+_FAST_MBIT = 100_000.0  # for links of which nothing is known
+_LEAST_GAIN_OF_A_GROUP = 0.05  # less is within what a probe can tell
 
 
 @dataclass(frozen=True)
@@ -26,12 +30,22 @@ class Plan:
         micro_batch_sizes: Largest micro-step of each worker; None: all its samples at once; shape (W,).
         origin: given by the cluster file, planned from profiles, or even for lack of them.
         devices: What is known of the devices; None unless all have a profile.
+        groups: Ranks of each group that synchronises every step together; one of all but under the
+            asynchronous strategies.
+        why_groups: Why these groups, in a few lines; "" for one.
     """
 
     local_batch_sizes: tuple[int, ...]
     micro_batch_sizes: tuple[int | None, ...]
     origin: Origin
     devices: tuple[DeviceModel, ...] | None
+    groups: tuple[tuple[int, ...], ...] = ()
+    why_groups: str = ""
+
+    @property
+    def shares(self) -> tuple[int, ...]:
+        """Samples of each group's push; shape (G,)."""
+        return tuple(sum(self.local_batch_sizes[rank] for rank in group) for group in self.groups)
 
     @property
     def partition(self) -> Partition | None:
@@ -111,18 +125,33 @@ def capped_devices(config: ExperimentConfig) -> tuple[DeviceModel, ...]:
 
 
 def make_plan(config: ExperimentConfig) -> Plan:
-    """Split the global batch as the configuration says.
+    """Split the global batch, and for an asynchronous strategy the workers, as the configuration says.
 
     Raises:
-        ConfigError: a planned split is wanted without profiles, or the workers' limits sum to less than the
-            global batch.
+        ConfigError: a planned split is wanted without profiles, the workers' limits sum to less than the
+            global batch, or a group would get no sample.
     """
     workers, devices = workers_of(config.cluster), devices_of(config)
     micro = tuple(_micro_batch_size(worker, config.engine.micro_batch_size) for worker in workers)
+    sizes, origin = _split(config, workers, devices)
+    groups, why = _groups(config, devices)
+    plan = Plan(tuple(sizes), micro, origin, devices, groups, why)
+    for group, share in zip(groups, plan.shares, strict=True):
+        if share == 0:
+            raise ConfigError(
+                f"every group must get at least one sample, got none for {list(group)}. Raise "
+                "engine.global_batch_size, or leave these workers out of the cluster."
+            )
+    return plan
+
+
+def _split(
+    config: ExperimentConfig, workers: Sequence[WorkerConfig], devices: tuple[DeviceModel, ...] | None
+) -> tuple[Sequence[int], Origin]:
     total = config.engine.global_batch_size
     given = [worker.local_batch_size for worker in workers if worker.local_batch_size is not None]
     if given:
-        return Plan(tuple(given), micro, "given", devices)
+        return given, "given"
     if config.shares.name == "planned" and devices is None:
         rank = next(rank for rank, worker in enumerate(workers) if worker.profile is None)
         raise ConfigError(
@@ -130,8 +159,33 @@ def make_plan(config: ExperimentConfig) -> Plan:
             f"{rank}. Run `labkit probe` first, or use shares.name=even."
         )
     if devices is None or config.shares.name == "even":
-        return Plan(tuple(_even(workers, total)), micro, "even", devices)
-    return Plan(tuple(partition(devices, total).local_batch_sizes), micro, "planned", devices)
+        return _even(workers, total), "even"
+    return partition(devices, total).local_batch_sizes, "planned"
+
+
+def _groups(
+    config: ExperimentConfig, devices: tuple[DeviceModel, ...] | None
+) -> tuple[tuple[tuple[int, ...], ...], str]:
+    """Who synchronises with whom."""
+    sync, num_workers = config.sync, config.cluster.num_workers
+    if not isinstance(sync, AsyncConfig):
+        return (tuple(range(num_workers)),), ""
+    if sync.groups is not None:
+        return sync.groups, "groups are given"
+    if not isinstance(sync, HybridConfig):
+        return tuple((rank,) for rank in range(num_workers)), f"{sync.name}: every worker for itself"
+    nodes = [index for index, node in enumerate(config.cluster.nodes) for _ in node.workers]
+    if devices is None:
+        found = tuple(
+            tuple(rank for rank in range(num_workers) if nodes[rank] == node)
+            for node in range(max(nodes) + 1)
+        )
+        return found, "every node is a group, since not every worker has a profile"
+    link = LinkModel(config.cluster.gradient_bytes or 1, payload_rate(config.cluster) or _FAST_MBIT)
+    grouping = group_workers(
+        devices, nodes, config.engine.global_batch_size, link, min_gain=_LEAST_GAIN_OF_A_GROUP
+    )
+    return grouping.groups, grouping.explain()
 
 
 def _micro_batch_size(worker: WorkerConfig, wanted: int | None) -> int | None:

@@ -336,11 +336,72 @@ class LocalSgdConfig(Section):
         return self
 
 
+class AsyncConfig(Section):
+    """Groups of workers that push to a sharded parameter server whenever they have something."""
+
+    groups: (
+        Annotated[tuple[Annotated[tuple[int, ...], Field(strict=False)], ...], Field(strict=False)] | None
+    ) = Field(None, description="ranks of each group; none: chosen")
+    staleness_bound: Annotated[int, Field(ge=0)] | None = Field(
+        4, description="most updates between a pull and the push that rests on it; none: any number"
+    )
+    is_weighted: bool = Field(True, description="a push of staleness s weighs 1 / (1 + s)")
+    is_overlapped: bool = Field(
+        True, description="push and pull while the next samples are computed; not with bound 0"
+    )
+    heartbeat_timeout_s: PositiveFloat = Field(5.0, description="a group silent for so long is dropped")
+    max_group_restarts: Annotated[int, Field(ge=0)] = Field(
+        1, description="times that a lost group is started again, each"
+    )
+    max_server_restarts: Annotated[int, Field(ge=0)] = Field(
+        1, description="times that all go back to the last checkpoint because a server was lost"
+    )
+    batch_norm: Literal["local"] = Field("local", description="batch statistics of each worker")
+
+    @model_validator(mode="after")
+    def _groups_are_disjoint(self) -> "AsyncConfig":
+        ranks = [rank for group in self.groups or () for rank in group]
+        for rank in ranks:
+            if ranks.count(rank) > 1:
+                raise ValueError(
+                    f"sync.groups must have each worker once, got worker {rank} twice. Remove one."
+                )
+        if self.groups is not None and not all(self.groups):
+            raise ValueError("sync.groups must have at least one worker each, got an empty one. Remove it.")
+        return self
+
+
+class HybridConfig(AsyncConfig):
+    """Synchronous inside groups of like workers, asynchronous between them (after Kim et al., 2020)."""
+
+    name: Literal["hybrid"] = "hybrid"
+
+
+class AsyncParameterServerConfig(AsyncConfig):
+    """Every worker pushes for itself, as stale as it comes (after Dean et al., DistBelief, 2012)."""
+
+    name: Literal["async_parameter_server"] = "async_parameter_server"
+    staleness_bound: Annotated[int, Field(ge=0)] | None = Field(
+        None, description="most updates between a pull and the push that rests on it; none: any number"
+    )
+    is_weighted: bool = Field(False, description="a push of staleness s weighs 1 / (1 + s)")
+
+
+class SspConfig(AsyncConfig):
+    """Every worker pushes for itself, within a bound (after Ho et al., Stale Synchronous Parallel, 2013)."""
+
+    name: Literal["ssp"] = "ssp"
+    is_weighted: bool = Field(False, description="a push of staleness s weighs 1 / (1 + s)")
+
+
 SyncConfig = Annotated[
     Annotated[AllReduceConfig, Tag("<allreduce>")]
     | Annotated[HierarchicalConfig, Tag("<hierarchical>")]
     | Annotated[ParameterServerConfig, Tag("<parameter_server>")]
-    | Annotated[LocalSgdConfig, Tag("<local_sgd>")],
+    | Annotated[LocalSgdConfig, Tag("<local_sgd>")]
+    | Annotated[HybridConfig, Tag("<hybrid>")]
+    | Annotated[AsyncParameterServerConfig, Tag("<async_parameter_server>")]
+    | Annotated[SspConfig, Tag("<ssp>")],
     Discriminator(_tag_of),
 ]
 
@@ -597,10 +658,32 @@ class ExperimentConfig(Section):
 
     @model_validator(mode="after")
     def _rebalancing_fits_sync(self) -> "ExperimentConfig":
-        if self.shares.is_rebalanced and isinstance(self.sync, LocalSgdConfig):
+        if self.shares.is_rebalanced and isinstance(self.sync, (LocalSgdConfig, AsyncConfig)):
             raise ValueError(
-                "shares.is_rebalanced must be false with sync.name 'local_sgd', whose workers do not know "
-                "each other's times, got true. Use sync.name=allreduce or hierarchical."
+                f"shares.is_rebalanced must be false with sync.name {self.sync.name!r}, whose workers do not "
+                "know each other's times, got true. Use sync.name=allreduce or hierarchical."
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _groups_fit_cluster(self) -> "ExperimentConfig":
+        if not isinstance(self.sync, AsyncConfig) or self.sync.groups is None:
+            return self
+        found = sorted(rank for group in self.sync.groups for rank in group)
+        if found != list(range(self.cluster.num_workers)):
+            raise ValueError(
+                f"sync.groups must have each of the {self.cluster.num_workers} workers once, got {found}. "
+                "Count from 0."
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _servers_run_here(self) -> "ExperimentConfig":
+        if isinstance(self.sync, AsyncConfig) and self.launch.launcher != "local":
+            raise ValueError(
+                f"launch.launcher must be 'local' with sync.name {self.sync.name!r}, whose servers are "
+                f"started by it, got {self.launch.launcher!r}. On several machines use "
+                "sync.name=hierarchical."
             )
         return self
 

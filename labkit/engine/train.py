@@ -13,7 +13,7 @@ from labkit.cluster.plan import capped_devices, make_plan
 from labkit.cluster.rebalance import Rebalancer, RebalanceRule
 from labkit.comm import Communicator, resident_bytes, sent_bytes
 from labkit.config import ExperimentConfig
-from labkit.data.sampler import GlobalSampler, SamplerState, even_extent, own_part
+from labkit.data.sampler import GlobalSampler, Indices, SamplerState, even_extent, own_part
 from labkit.engine import checkpoint, random_state
 from labkit.engine.events import EventLog
 from labkit.engine.pace import pace_of, spread_over_backward
@@ -84,6 +84,7 @@ class Trainer:
         self.sampler = GlobalSampler(num_samples, config.engine.global_batch_size, config.seed)
         self.plan = make_plan(config)
         self.local_batch_sizes = list(self.plan.local_batch_sizes)
+        self.micro_batch_sizes = list(self.plan.micro_batch_sizes)
         self._rebalancer = self._build_rebalancer()
         self.progress = Progress()
         self._step_began_at = 0.0
@@ -171,7 +172,9 @@ class Trainer:
         """One step and its events."""
         self._step_began_at = time.perf_counter()
         totals, data_s, samples = self.step()
-        self._say_step(totals, data_s, samples)
+        parts = self._say_step(totals, data_s, samples)
+        if self.comm.rank == 0:
+            self._say_means(totals, parts)
         return totals
 
     def step(self) -> tuple[StepTotals, float, int]:
@@ -180,12 +183,26 @@ class Trainer:
         Returns:
             Totals over all workers, this worker's seconds of waiting for data, and its samples.
         """
-        engine = self.config.engine
         batch, after = self.sampler.batch(self.progress.sampler)
         self._batch_size = len(batch)
-        own = own_part(batch, self.local_batch_sizes, self.placement.rank)
-        micro = self.plan.micro_batch_sizes
-        size = micro[self.placement.rank] or max(1, len(own))
+        data_s, num_own = self._compute(batch)
+        peak = self.config.optimizer.learning_rate
+        rate = learning_rate_at(self.config.schedule, peak, self.progress.step + 1, self.total_steps)
+        totals = self.strategy.end_step(rate)
+        if len(batch) == self.config.engine.global_batch_size:
+            self._rebalance(totals)
+        self.progress = Progress(self.progress.step + 1, self.progress.samples + len(batch), after)
+        return totals, data_s, num_own
+
+    def _compute(self, batch: Indices) -> tuple[float, int]:
+        """This worker's gradients of its part of a batch.
+
+        Returns:
+            Seconds of waiting for data, and this worker's samples.
+        """
+        own = own_part(batch, self.local_batch_sizes, self.comm.rank)
+        micro = self.micro_batch_sizes
+        size = micro[self.comm.rank] or max(1, len(own))
         pieces = [own[start : start + size] for start in range(0, len(own), size)]
         if self.config.sync.batch_norm == "synchronized":
             # Every worker takes part in every batch statistic, so all need equally many micro-steps.
@@ -206,13 +223,7 @@ class Trainer:
             self.pace.advance(FORWARD_SHARE)
             self.strategy.backward(losses, accuracies)
             self.pace.end()
-        peak = self.config.optimizer.learning_rate
-        rate = learning_rate_at(self.config.schedule, peak, self.progress.step + 1, self.total_steps)
-        totals = self.strategy.end_step(rate)
-        if len(batch) == engine.global_batch_size:
-            self._rebalance(totals)
-        self.progress = Progress(self.progress.step + 1, self.progress.samples + len(batch), after)
-        return totals, data_s, len(own)
+        return data_s, len(own)
 
     def _throttle(self) -> float:
         """How many times as long the step to come takes on this emulated device."""
@@ -320,7 +331,7 @@ class Trainer:
             world_size=place.world_size,
             device=str(self.device),
             num_params=sum(parameter.numel() for parameter in self.model.parameters()),
-            local_batch_size=self.local_batch_sizes[place.rank],
+            local_batch_size=self.local_batch_sizes[self.comm.rank],
             total_steps=self.total_steps,
             start_step=self.progress.step,
         )
@@ -341,16 +352,30 @@ class Trainer:
     def _say_end(self) -> None:
         self.log.write("end", step=self.progress.step, **self._costs)
 
-    def _say_step(self, totals: StepTotals, data_s: float, samples: int) -> None:
+    def _say_step(
+        self, totals: StepTotals, data_s: float, samples: int, fetched_s: float = 0.0
+    ) -> dict[str, float]:
+        """Write what the step's time was made of.
+
+        Args:
+            totals: Of the step.
+            data_s: Waiting for data.
+            samples: This worker's.
+            fetched_s: Waiting for parameters before the step.
+
+        Returns:
+            Seconds by part.
+        """
         step_s = time.perf_counter() - self._step_began_at
         slowest_s = max(totals.busy_s)
         # The slowest worker never waits; what others spend beyond waiting for it is communication.
         wait_s = max(0.0, min(totals.exposed_s, slowest_s - totals.busy_s[self.comm.rank]))
+        exposed_s = totals.exposed_s + fetched_s
         parts = {
             "data": data_s,
-            "compute": max(0.0, step_s - data_s - totals.exposed_s - totals.node_busy_s),
+            "compute": max(0.0, step_s - data_s - exposed_s - totals.node_busy_s),
             "node": totals.node_busy_s + totals.node_exposed_s,
-            "communicate": max(0.0, totals.exposed_s - totals.node_exposed_s - wait_s),
+            "communicate": max(0.0, exposed_s - totals.node_exposed_s - wait_s),
             "wait": min(wait_s, totals.exposed_s - totals.node_exposed_s),
         }
         self.log.write(
@@ -360,11 +385,16 @@ class Trainer:
             step_s=round(step_s, 7),
             **{f"{name}_s": round(seconds, 7) for name, seconds in parts.items()},
         )
-        if self.comm.rank == 0:
-            mean_wait_s = min(totals.exposed_s, slowest_s - sum(totals.busy_s) / len(totals.busy_s))
-            parts["compute"] = max(0.0, parts["compute"] + parts["wait"] - mean_wait_s)
-            parts["wait"] = mean_wait_s
-            self._say_metrics(totals, step_s, parts)
+        return parts
+
+    def _say_means(self, totals: StepTotals, parts: dict[str, float]) -> None:
+        """Write the run's figures of the step: worker 0's times, with everybody's mean wait."""
+        step_s = time.perf_counter() - self._step_began_at
+        slowest_s = max(totals.busy_s)
+        mean_wait_s = min(totals.exposed_s, slowest_s - sum(totals.busy_s) / len(totals.busy_s))
+        parts["compute"] = max(0.0, parts["compute"] + parts["wait"] - mean_wait_s)
+        parts["wait"] = mean_wait_s
+        self._say_metrics(totals, step_s, parts)
 
     def _say_metrics(self, totals: StepTotals, step_s: float, parts: dict[str, float]) -> None:
         peak = self.config.optimizer.learning_rate

@@ -17,6 +17,7 @@ from labkit.cluster.placement import Placement, placements
 from labkit.comm import PeerError, Rendezvous, join
 from labkit.engine import quota
 from labkit.engine.events import EventLog
+from labkit.engine.hybrid import GroupPlace, HybridTrainer
 from labkit.engine.probe import Probe
 from labkit.engine.train import Trainer
 from labkit.errors import ConfigError
@@ -39,6 +40,7 @@ class WorkerTask:
         remark: What readers of the run's figures must know of the network; "" for nothing.
         num_here: Workers of the run on this machine, which share its cores.
         quota: Control group that gives it its share of a processor; "" for none.
+        group: Its group and the servers, under an asynchronous strategy.
     """
 
     folder: str
@@ -49,6 +51,7 @@ class WorkerTask:
     remark: str = ""
     num_here: int = 1
     quota: str = ""
+    group: GroupPlace | None = None
 
 
 def die_with_parent(parent_pid: int) -> None:
@@ -102,10 +105,11 @@ def _work(folder: RunFolder, task: WorkerTask, stop: threading.Event) -> None:
     log = EventLog(folder.events_file(task.rank), task.attempt)
     if task.remark and task.rank == 0:
         log.write("message", text=task.remark)
+    ranks = task.group.ranks if task.group else range(placement.world_size)
     comm = join(
         task.rendezvous,
-        rank=task.rank,
-        world_size=placement.world_size,
+        rank=ranks.index(task.rank),
+        world_size=len(ranks),
         device_type=device.type,
         start_timeout_s=config.launch.start_timeout_s,
         comm_timeout_s=config.launch.comm_timeout_s,
@@ -113,6 +117,10 @@ def _work(folder: RunFolder, task: WorkerTask, stop: threading.Event) -> None:
     try:
         if config.launch.purpose == "probe":
             Probe(config, placement, comm, log, device=device, is_stop_wanted=stop.is_set).run()
+        elif task.group is not None:
+            HybridTrainer(
+                config, placement, comm, log, folder, task.group, device=device, is_stop_wanted=stop.is_set
+            ).train()
         else:
             trainer = Trainer(config, placement, comm, log, folder, device=device, is_stop_wanted=stop.is_set)
             trainer.resume()  # a fresh folder has no checkpoint: then this does nothing

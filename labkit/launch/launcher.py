@@ -12,10 +12,12 @@ class Exit:
     Attributes:
         rank: Its worker; none when the process is the agent of several.
         code: Exit code; negative: the signal that killed it.
+        name: What to call it when it is no worker.
     """
 
     rank: int | None
     code: int
+    name: str = ""
 
 
 class Launcher(Protocol):

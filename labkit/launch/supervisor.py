@@ -17,11 +17,12 @@ import psutil
 
 from labkit.cluster.placement import Placement, placements
 from labkit.comm import Rendezvous, StoreServer
-from labkit.config import ExperimentConfig
+from labkit.config import AsyncConfig, ExperimentConfig
 from labkit.engine.worker import WorkerTask
 from labkit.errors import LabkitError
 from labkit.launch.elastic import ElasticLauncher, ElasticTask
 from labkit.launch.emulation import Loopback, Network, network_of
+from labkit.launch.groups import GroupLauncher
 from labkit.launch.launcher import Launcher, SeveralLaunchers
 from labkit.launch.local import LocalLauncher
 from labkit.launch.peers import End, FirstNode, NoPeers, OtherNode, Peers
@@ -165,7 +166,7 @@ class Supervisor:
                 is_worth_a_restart = (
                     end.state is RunState.FAILED
                     and self._config.launch.launcher == "local"  # the elastic agent restarts by itself
-                    and self._status.num_restarts < self._config.launch.max_restarts
+                    and self._status.num_restarts < self._max_restarts()
                 )
                 if not is_worth_a_restart:
                     break
@@ -175,6 +176,11 @@ class Supervisor:
             self._finish(End(state=RunState.FAILED, error=RunError(message=f"supervisor failed: {error!r}")))
             raise
         self._finish(end)
+
+    def _max_restarts(self) -> int:
+        sync = self._config.sync
+        own = sync.max_server_restarts if isinstance(sync, AsyncConfig) else 0
+        return max(own, self._config.launch.max_restarts)
 
     def _ask_stop(self, *_: object) -> None:
         self._is_stop_asked = True
@@ -223,6 +229,8 @@ class Supervisor:
             WorkerTask(folder, p.rank, where, attempt, paths, remark, num_here, self._network.quota(p.rank))
             for p in self._places
         ]
+        if isinstance(self._config.sync, AsyncConfig) and self._config.launch.purpose == "train":
+            return GroupLauncher(self._config, workers, self._network, mine, self._say)
         return LocalLauncher(workers, [place.node for place in self._places], self._network, mine)
 
     def _record_workers(self, pids: Mapping[int, int]) -> None:
@@ -240,6 +248,8 @@ class Supervisor:
         while True:
             wait(launcher.sentinels(), timeout=0.2)
             self._beat(launcher)
+            if isinstance(launcher, GroupLauncher):
+                launcher.tend()
             if any(end.code for end in launcher.exits()):
                 return self._failed(launcher)
             if launcher.is_over():
@@ -317,9 +327,16 @@ class Supervisor:
         if oldest is None:
             return None
         age_s, rank = oldest
-        node = next(place.node for place in self._places if place.rank == rank)
-        text = f"worker {rank} on {node} showed no life for {age_s:.0f} s{_why_silent(pids[rank])}"
-        return End(state=RunState.FAILED, error=RunError(message=text, rank=rank, node=node))
+        why = _why_silent(pids[rank])
+        if isinstance(launcher, GroupLauncher):
+            name, node = launcher.name_of(rank)
+            if launcher.lose(rank):
+                return None
+        else:
+            name, node = f"worker {rank}", next(p.node for p in self._places if p.rank == rank)
+        text = f"{name} on {node} showed no life for {age_s:.0f} s{why}"
+        known = rank if rank < self._config.cluster.num_workers else None
+        return End(state=RunState.FAILED, error=RunError(message=text, rank=known, node=node))
 
     # --- state ---------------------------------------------------------------------------------------
 

@@ -16,7 +16,8 @@ def root_cause(
 
     When one worker dies, its peers fail a moment later because they can't reach it, and often report
     first. So: a worker killed by a signal comes before one that raised, one that raised for itself
-    before one that was told to stop, and a failure for a peer's sake comes last.
+    before one that was told to stop, and a failure for a peer's sake comes last. A server without which all
+    workers are lost comes before what they say.
 
     Args:
         exits: Ended workers with codes other than 0 that nobody asked to stop.
@@ -25,6 +26,10 @@ def root_cause(
     """
     for end in sorted((e for e in exits if e.code < 0 and e.rank is not None), key=lambda e: e.rank or 0):
         return _error(end.rank, places, signal_text(-end.code), "")
+    for end in exits:
+        if end.name:
+            what = signal_text(-end.code) if end.code < 0 else f"ended with exit code {end.code}"
+            return RunError(message=f"{end.name} {what}; see its log")
     own = [error for error in errors.values() if not error.get("is_peer_failure")]
     for error in sorted(own, key=lambda e: float(e.get("t", 0))):
         return _error(int(error["rank"]), places, str(error["message"]), str(error["traceback"]))

@@ -6,7 +6,13 @@ from torch import nn
 
 from labkit.cluster.placement import Placement
 from labkit.comm import Communicator
-from labkit.config import ExperimentConfig, HierarchicalConfig, LocalSgdConfig, ParameterServerConfig
+from labkit.config import (
+    AllReduceConfig,
+    ExperimentConfig,
+    HierarchicalConfig,
+    LocalSgdConfig,
+    ParameterServerConfig,
+)
 from labkit.optim.build import build_optimizer
 from labkit.sync.allreduce import AllReduce
 from labkit.sync.hierarchical import Hierarchical
@@ -58,4 +64,5 @@ def build_strategy(
         return ParameterServer(model, optimizer, comm, clip_norm=clip_norm, clock=clock)
     if isinstance(sync, LocalSgdConfig):
         return LocalSgd(model, optimizer, comm, sync, places, clip_norm=clip_norm, clock=clock)
+    assert isinstance(sync, AllReduceConfig)  # the asynchronous ones are no lock-step strategies
     return AllReduce(model, optimizer, comm, sync, clip_norm=clip_norm, clock=clock)

@@ -1,0 +1,229 @@
+"""Training in groups: synchronous inside, asynchronous between them through the parameter servers.
+
+After Kim et al. 2020 (abstract): hybrid aggregation, a server on every node, large mini-batches,
+communication beside compute. What is pushed, when, and how it is applied is our own choice; see `labkit.sync.ledger`.
+"""
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+import torch
+
+from labkit.cluster.placement import Placement
+from labkit.comm import Communicator, Rendezvous, Secret, StoreClient
+from labkit.config import AsyncConfig, ExperimentConfig
+from labkit.engine.events import EventLog
+from labkit.engine.server import flat_buffers, set_buffers, wait_for_address
+from labkit.engine.server_link import ServerLink, Taken
+from labkit.engine.train import Trainer
+from labkit.runfolder import RunFolder
+from labkit.sync import StepTotals, Strategy
+from labkit.sync.group_sum import GroupSum
+from labkit.sync.ledger import Extent
+from labkit.sync.server_shard import shard_borders, trained
+
+_WHAT = ("extent", "evaluate", "done", "stop", "gone")
+
+
+@dataclass(frozen=True)
+class GroupPlace:
+    """A worker's group and how to reach the servers.
+
+    Attributes:
+        group: Which group.
+        ranks: Its workers; the first one talks to the servers.
+        servers: The store with the servers' addresses.
+        num_servers: Servers.
+        secret: The run's, as text.
+    """
+
+    group: int
+    ranks: tuple[int, ...]
+    servers: Rendezvous
+    num_servers: int
+    secret: str
+
+
+class HybridTrainer(Trainer):
+    """One worker of a group."""
+
+    def __init__(
+        self,
+        config: ExperimentConfig,
+        placement: Placement,
+        comm: Communicator,
+        log: EventLog,
+        folder: RunFolder,
+        place: GroupPlace,
+        *,
+        device: torch.device,
+        is_stop_wanted: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """Load the data and build the model; the first worker of the group joins the servers.
+
+        Args:
+            config: The experiment; its strategy is an asynchronous one.
+            placement: Where this worker runs.
+            comm: The group.
+            log: This worker's events.
+            folder: The run folder.
+            place: Its group and the servers.
+            device: Where to compute.
+            is_stop_wanted: This worker wants to stop.
+
+        Raises:
+            PeerError: a server did not come.
+        """
+        assert isinstance(config.sync, AsyncConfig)
+        self._sync, self._group = config.sync, place
+        super().__init__(config, placement, comm, log, folder, device=device, is_stop_wanted=is_stop_wanted)
+        self.local_batch_sizes = [self.plan.local_batch_sizes[rank] for rank in place.ranks]
+        self.micro_batch_sizes = [self.plan.micro_batch_sizes[rank] for rank in place.ranks]
+        self._is_overlapped = config.sync.is_overlapped and config.sync.staleness_bound != 0
+        self._link = self._connect() if comm.rank == 0 else None
+        self._next: Future[Taken] | None = None
+        self._count = 0
+
+    def _build_strategy(self) -> Strategy:
+        self._group_sum = GroupSum(
+            self.model, self.comm, clip_norm=self.config.engine.clip_norm, clock=self._clock
+        )
+        return self._group_sum
+
+    def _connect(self) -> ServerLink:
+        launch, place = self.config.launch, self._group
+        store = StoreClient(place.servers.host, place.servers.port, launch.start_timeout_s)
+        addresses = [
+            wait_for_address(store, place.servers, index, launch.start_timeout_s)
+            for index in range(place.num_servers)
+        ]
+        sizes = [parameter.numel() for parameter in trained(self.model)]
+        borders = shard_borders(sizes, place.num_servers)
+        return ServerLink(
+            addresses,
+            Secret.from_text(place.secret),
+            place.group,
+            [sum(sizes[:border]) for border in borders],
+            timeout_s=launch.comm_timeout_s,
+            heartbeat_s=self._sync.heartbeat_timeout_s / 4,
+        )
+
+    def resume(self) -> None:
+        """The servers know where the run stands."""
+
+    def train(self) -> bool:
+        """Compute what the coordinator gives out, until there is no more.
+
+        Returns:
+            Whether the run got to its end.
+
+        Raises:
+            PeerError: a worker of the group or a server is gone.
+        """
+        self._say_start()
+        sent_before = self._node_sent_bytes()
+        try:
+            what = self._work()
+        finally:
+            if self._link is not None:
+                self._link.close()
+        self._take_costs(sent_before)
+        if self.pace.remark():
+            self.log.write("message", text=self.pace.remark())
+        self._say_end()
+        return what == "done"
+
+    def _work(self) -> str:
+        while True:
+            began_at = time.perf_counter()
+            taken = self._take()
+            waited_s = time.perf_counter() - began_at
+            if taken.is_evaluated:
+                self._evaluate_taken(taken)
+            if taken.extent is not None:
+                totals = self._compute_taken(taken, began_at, waited_s)
+                if totals.is_stop_wanted:
+                    return self._leave("stop")
+            elif taken.what == "gone":
+                raise RuntimeError("the coordinator gave this group up: it was silent for too long")
+            elif taken.what != "evaluate":
+                return self._leave(taken.what)
+
+    def _leave(self, what: str) -> str:
+        if self._link is not None:
+            self._link.settle()
+            self._link.leave()
+        return what
+
+    # --- take and push -----------------------------------------------------------------------------------
+
+    def _take(self) -> Taken:
+        """What to do next, with the parameters in place on every worker of the group."""
+        taken = Taken("stop")
+        if self._link is not None:
+            if not self._is_overlapped:
+                self._link.settle()
+            taken = (self._next or self._link.take()).result()
+            self._next = None
+        if self.comm.world_size > 1:
+            taken = self._share(taken)
+        if taken.parameters is not None and self.comm.rank == 0:
+            self._group_sum.parameters.copy_(taken.parameters)
+        if taken.what in ("extent", "evaluate"):
+            self.comm.broadcast_(self._group_sum.parameters)
+        if self._link is not None and self._is_overlapped and taken.extent is not None:
+            self._next = self._link.take()
+        return taken
+
+    def _share(self, taken: Taken) -> Taken:
+        """Let the whole group know; shape of what travels: ten whole numbers."""
+        extent = taken.extent
+        numbers = [_WHAT.index(taken.what), taken.number, int(taken.is_evaluated), taken.step, taken.samples]
+        numbers += [extent is not None]
+        numbers += (
+            [extent.number, extent.epoch, extent.start, extent.stop, extent.base_version]
+            if extent
+            else [0] * 5
+        )
+        packed = torch.tensor(numbers, dtype=torch.int64, device=self.device)
+        self.comm.broadcast_(packed)
+        if self.comm.rank == 0:
+            return taken
+        what, number, is_evaluated, step, samples, has_extent, *rest = packed.tolist()
+        return Taken(
+            _WHAT[what], number, Extent(*rest) if has_extent else None, bool(is_evaluated), step, samples
+        )
+
+    def _compute_taken(self, taken: Taken, began_at: float, waited_s: float) -> StepTotals:
+        extent = taken.extent
+        assert extent is not None
+        self._step_began_at = began_at
+        batch = self.sampler.order(extent.epoch)[extent.start : extent.stop]
+        data_s, samples = self._compute(batch)
+        totals = self.strategy.end_step(0.0)
+        self._count += 1
+        self._batch_size = len(batch)
+        self.progress = type(self.progress)(self._count, self.progress.samples + len(batch))
+        parts_s = self._say_step(totals, data_s, samples, waited_s)
+        if self._link is not None:
+            figures = {"loss_sum": totals.loss_sum, "accuracy_sum": totals.accuracy_sum, "parts_s": parts_s}
+            self._link.push(extent.number, self._group_sum.gradient, figures, flat_buffers(self.model))
+        return totals
+
+    def _evaluate_taken(self, taken: Taken) -> None:
+        """Evaluate the parameters and running statistics that came along."""
+        own = flat_buffers(self.model)
+        merged = own.clone() if taken.buffers is None else taken.buffers
+        merged = merged.to(self.device)
+        if len(merged):
+            self.comm.broadcast_(merged)
+        set_buffers(self.model, merged.cpu())
+        with torch.no_grad():
+            values = self._evaluate()
+        set_buffers(self.model, own)
+        if self._link is not None:
+            if self._next is not None:
+                self._next.result()
+            self._link.evaluated(values, taken)

@@ -1,0 +1,210 @@
+"""A group's connection to the parameter servers: takes and pushes in the background of its computing."""
+
+import contextlib
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from labkit.comm import MessageClient, Secret
+from labkit.errors import LabkitError
+from labkit.sync.ledger import Extent
+
+_ASK_AGAIN_S = 0.05
+_NUM_PUSHERS = 2  # the one that waits to be applied, and the next one
+
+
+@dataclass(frozen=True)
+class Taken:
+    """What the coordinator wants a group to do.
+
+    Attributes:
+        what: extent, evaluate, done, stop or gone.
+        number: Of the extent.
+        extent: The samples; None when there are none to compute.
+        is_evaluated: Evaluate the parameters that came along first.
+        step: Global batches that are done.
+        samples: Samples that are applied.
+        parameters: Of one version; shape (n,); None where they are not needed.
+        buffers: Running statistics of all groups; shape (m,), float64.
+    """
+
+    what: str
+    number: int = 0
+    extent: Extent | None = None
+    is_evaluated: bool = False
+    step: int = 0
+    samples: int = 0
+    parameters: Tensor | None = None
+    buffers: Tensor | None = None
+
+
+class _Line:
+    """Connections to all servers, for one thread."""
+
+    def __init__(self, addresses: Sequence[str], secret: Secret, timeout_s: float) -> None:
+        self.clients = [MessageClient(address, secret, timeout_s=timeout_s) for address in addresses]
+
+    @property
+    def coordinator(self) -> MessageClient:
+        return self.clients[0]
+
+    def close(self) -> None:
+        for client in self.clients:
+            client.close()
+
+
+class ServerLink:
+    """What the first worker of a group says to the servers. All methods return at once but `finish`."""
+
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        secret: Secret,
+        group: int,
+        borders: Sequence[int],
+        *,
+        timeout_s: float,
+        heartbeat_s: float,
+    ) -> None:
+        """Connect and join.
+
+        Args:
+            addresses: Of the servers; the first is the coordinator.
+            secret: The run's.
+            group: Which group this is.
+            borders: Where the servers' parts begin and end in the flat parameters; shape (S + 1,).
+            timeout_s: Longest wait for an answer.
+            heartbeat_s: Between two signs of life.
+
+        Raises:
+            PeerError: a server is gone.
+        """
+        self._group, self._borders = group, list(borders)
+        self._taking = _Line(addresses, secret, timeout_s)
+        self._pushing = [_Line(addresses, secret, timeout_s) for _ in range(_NUM_PUSHERS)]
+        self._beating = MessageClient(addresses[0], secret, timeout_s=timeout_s)
+        self._threads = [ThreadPoolExecutor(1, f"labkit-server-{i}") for i in range(_NUM_PUSHERS + 1)]
+        self._pushes: list[Future[dict[str, Any]]] = []  # the newest ones
+        self._num_pushed = 0
+        self._closed = threading.Event()
+        self._taking.coordinator.request("join", {"group": group})
+        self._heart = threading.Thread(
+            target=self._beat, args=(heartbeat_s,), name="labkit-heart", daemon=True
+        )
+        self._heart.start()
+
+    def _beat(self, every_s: float) -> None:
+        while not self._closed.wait(every_s):
+            try:
+                self._beating.request("beat", {"group": self._group})
+            except LabkitError:
+                return  # whoever takes or pushes next finds out
+
+    # --- take --------------------------------------------------------------------------------------------
+
+    def take(self) -> "Future[Taken]":
+        """Ask what to do next and pull the parameters for it, when all pushes so far have been applied.
+
+        So a group has two extents under way at the most, and both get to the coordinator whatever it
+        decides about the other.
+        """
+        return self._threads[0].submit(self._take, self._pushes[-1] if self._pushes else None)
+
+    def _take(self, before: "Future[dict[str, Any]] | None") -> Taken:
+        if before is not None:
+            before.result()
+        while True:
+            reply = self._taking.coordinator.request("take", {"group": self._group})
+            header = reply.header
+            if header["what"] != "wait":
+                break
+            if self._closed.wait(_ASK_AGAIN_S):
+                return Taken("stop")
+        if header["what"] not in ("extent", "evaluate"):
+            return Taken(header["what"])
+        key = {"group": self._group, "number": header["number"]}
+        requests = [(client, client.send("pull", key)) for client in self._taking.clients]
+        parts = [client.receive(request).tensors[0] for client, request in requests]
+        return Taken(
+            what=header["what"],
+            number=header["number"],
+            extent=Extent(**header["extent"]) if "extent" in header else None,
+            is_evaluated=header["is_evaluated"],
+            step=header["step"],
+            samples=header["samples"],
+            parameters=torch.cat(parts),
+            buffers=reply.tensors[0],
+        )
+
+    # --- push --------------------------------------------------------------------------------------------
+
+    def push(self, number: int, gradient: Tensor, figures: Mapping[str, Any], buffers: Tensor) -> None:
+        """Send a mean gradient to all servers and have it applied.
+
+        Args:
+            number: Of the extent that it was computed on.
+            gradient: Copied before this returns; shape (n,).
+            figures: What the coordinator logs of it.
+            buffers: Running statistics; shape (m,), float64.
+        """
+        index = self._num_pushed % _NUM_PUSHERS
+        self._num_pushed += 1
+        own = gradient.detach().cpu().clone()
+        pushed = self._threads[1 + index].submit(
+            self._push, self._pushing[index], number, own, dict(figures), buffers
+        )
+        self._pushes = [*self._pushes[1 - _NUM_PUSHERS :], pushed]
+
+    def _push(
+        self, line: _Line, number: int, gradient: Tensor, figures: dict[str, Any], buffers: Tensor
+    ) -> dict[str, Any]:
+        key = {"group": self._group, "number": number}
+        parts = [gradient[a:b] for a, b in zip(self._borders[:-1], self._borders[1:], strict=True)]
+        requests = [
+            (client, client.send("stage", key, [part]))
+            for client, part in zip(line.clients, parts, strict=True)
+        ]
+        for client, request in requests:
+            client.receive(request)
+        return line.coordinator.request("commit", {**key, **figures}, [buffers]).header
+
+    def settle(self) -> None:
+        """Wait until all pushes are applied.
+
+        Raises:
+            PeerError: a server is gone.
+        """
+        for push in self._pushes:
+            push.result()
+
+    # --- the rest ------------------------------------------------------------------------------------------
+
+    def evaluated(self, values: Mapping[str, float], taken: Taken) -> None:
+        """Tell what an evaluation found; call it while no take is under way."""
+        content = {"group": self._group, "values": dict(values), "step": taken.step, "samples": taken.samples}
+        self._threads[0].submit(self._taking.coordinator.request, "eval", content).result()
+
+    def leave(self) -> None:
+        """Say that this group will not come back."""
+        with contextlib.suppress(LabkitError):
+            leaving = self._threads[0].submit(
+                self._taking.coordinator.request, "leave", {"group": self._group}
+            )
+            leaving.result(timeout=10)
+
+    def close(self) -> None:
+        """Let go of everything, also while something is under way."""
+        self._closed.set()
+        deadline = time.monotonic() + 5
+        self._heart.join(5)
+        for thread in self._threads:
+            thread.shutdown(wait=time.monotonic() < deadline, cancel_futures=True)
+        for line in (self._taking, *self._pushing):
+            line.close()
+        self._beating.close()
