@@ -204,7 +204,7 @@ def test_what_has_no_plain_form_is_refused(value: Any, message: str) -> None:
         ("model.hiden_sizes=[3]", "model.hiden_sizes must be a known key."),
         ("model=mpl", "model.name must be one of mlp, convnet, gpt or your own as module:function, got 'mpl'. Did you mean 'mlp'?"),
         ("optimizer=adam", "optimizer.name must be one of sgd, adamw, lars, got 'adam'. Did you mean 'adamw'?"),
-        ("sync.name=ring", "sync.name must be one of allreduce, hierarchical, parameter_server, local_sgd, got 'ring'."),
+        ("sync.name=ring", "sync.name must be one of allreduce, hierarchical, parameter_server, local_sgd, hybrid, async_parameter_server, ssp, got 'ring'."),
         ("seed=true", "seed must be a whole number, got True."),
         ("seed=-1", "seed must be at least 0, got -1."),
         ("engine.global_batch_size=0", "engine.global_batch_size must be greater than 0, got 0. It is: samples per update"),

@@ -1,7 +1,8 @@
 """Training in groups: synchronous inside, asynchronous between them through the parameter servers.
 
 After Kim et al. 2020 (abstract): hybrid aggregation, a server on every node, large mini-batches,
-communication beside compute. What is pushed, when, and how it is applied is our own choice; see `labkit.sync.ledger`.
+communication beside compute. What is pushed, when, and how it is applied is our own choice; see
+`labkit.sync.ledger`.
 """
 
 import time

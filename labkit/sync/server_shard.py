@@ -82,7 +82,7 @@ class ServerShard:
         return self.stop - self.start
 
     def stage(self, key: Key, gradient: Tensor) -> None:
-        """Keep a mean gradient until it is applied or dropped; one that is there already stays; shape (n,)."""
+        """Keep a mean gradient until it is applied or dropped; the first of a key stays; shape (n,)."""
         self._staged.setdefault(key, gradient)
 
     def drop(self, group: int) -> None:
