@@ -210,7 +210,7 @@ class HybridTrainer(Trainer):
         parts_s = self._say_step(totals, data_s, samples, waited_s)
         if self._link is not None:
             figures = {"loss_sum": totals.loss_sum, "accuracy_sum": totals.accuracy_sum, "parts_s": parts_s}
-            self._link.push(extent.number, self._group_sum.gradient, figures, flat_buffers(self.model))
+            self._link.push(extent.number, self._group_sum.gradient(), figures, flat_buffers(self.model))
         return totals
 
     def _evaluate_taken(self, taken: Taken) -> None:

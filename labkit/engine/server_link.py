@@ -149,13 +149,13 @@ class ServerLink:
 
         Args:
             number: Of the extent that it was computed on.
-            gradient: Copied before this returns; shape (n,).
+            gradient: Not changed afterwards; shape (n,).
             figures: What the coordinator logs of it.
             buffers: Running statistics; shape (m,), float64.
         """
         index = self._num_pushed % _NUM_PUSHERS
         self._num_pushed += 1
-        own = gradient.detach().cpu().clone()
+        own = gradient.detach().cpu()
         pushed = self._threads[1 + index].submit(
             self._push, self._pushing[index], number, own, dict(figures), buffers
         )

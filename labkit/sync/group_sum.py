@@ -1,8 +1,7 @@
 """The synchronous half of the hybrid: workers of a group add up their gradients; the update is a server's."""
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,12 +9,20 @@ from torch import Tensor, nn
 
 from labkit.comm import Communicator
 from labkit.sync import flat
+from labkit.sync.batch_norm import RunningStatistics
+from labkit.sync.buckets import GradientBuckets
 from labkit.sync.record import StepRecord
 from labkit.sync.strategy import StepTotals
+from labkit.sync.synchronous import Synchronous
+
+_BUCKET_BYTES = 2**20  # small: the group's sum shares the links with pushes and pulls
 
 
-class GroupSum:
-    """Gives every worker of a group the mean gradient of the group's samples, and updates nothing."""
+class GroupSum(Synchronous):
+    """Gives every worker of a group the mean gradient of the group's samples, and updates nothing.
+
+    Buckets go out while back-propagation still runs.
+    """
 
     def __init__(
         self,
@@ -25,7 +32,7 @@ class GroupSum:
         clip_norm: float | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """Move the model's trained parameters into one flat tensor.
+        """Move the model's trained parameters into one flat tensor, in the order of `flat.spans`.
 
         Args:
             model: Same structure on all workers of the group.
@@ -33,65 +40,38 @@ class GroupSum:
             clip_norm: Largest norm of the group's mean gradient.
             clock: Seconds at which the device's work so far is done.
         """
-        self._comm, self._clip_norm = comm, clip_norm
-        self._record = StepRecord(comm.rank, comm.world_size, clock)
+        self._clip_norm = clip_norm
+        record = StepRecord(comm.rank, comm.world_size, clock)
         spans = flat.spans(model)
         first = spans[0].parameter
-        num = spans[-1].end
-        self.parameters = torch.zeros(num, dtype=first.dtype, device=first.device)
+        self.parameters = torch.zeros(spans[-1].end, dtype=first.dtype, device=first.device)
         flat.move_into(self.parameters, spans, is_first=True)
-        row = torch.zeros(num + self._record.size, dtype=first.dtype, device=first.device)
-        self._row, self.gradient = row, row[:num]
-        self._collected = flat.GradientRow(spans, row)
-
-    def begin_step(
-        self,
-        num_samples: int,
-        num_micro_steps: int,
-        *,
-        expected_samples: int = 1,
-        is_stop_wanted: bool = False,
-    ) -> None:
-        self._record.begin(
-            num_samples, num_micro_steps, expected_samples=expected_samples, is_stop_wanted=is_stop_wanted
+        self._spans = spans
+        self._buckets = GradientBuckets(
+            [span.parameter for span in reversed(spans)],
+            comm,
+            bucket_bytes=_BUCKET_BYTES,
+            num_extra=record.size,
+            before_last=record.fill,
         )
-        self._collected.begin()
-
-    def backward(self, losses: Tensor, accuracies: Tensor) -> None:
-        if self._record.add(losses, accuracies):
-            self._collected.expect_last_micro_step()
-        self._record.loss(losses).backward()
+        super().__init__(record, self._buckets, RunningStatistics(model, comm))
 
     def end_step(self, learning_rate: float) -> StepTotals:
-        """Leave the mean gradient in `gradient`; the learning rate is the server's business."""
-        self._collected.finish()
-        extra = self._row[len(self.gradient) :]
-        self._record.fill(extra)
-        self._comm.all_reduce_(self._row).wait()
-        totals = self._record.totals(extra)
-        correction = self._record.correction(extra)
-        if correction not in (0.0, 1.0):
-            self.gradient.div_(correction)
+        """Finish the sums; the learning rate is the server's business."""
+        extra = self._buckets.finish()
+        self._buckets.divide_(self._record.correction(extra))
+        return self._record.totals(extra)
+
+    def gradient(self) -> Tensor:
+        """A copy of the group's mean gradient, clipped; shape (n,)."""
+        gradients = [span.parameter.grad for span in self._spans]
+        whole = torch.cat([gradient.flatten() for gradient in gradients if gradient is not None])
         if self._clip_norm is not None:
-            norm = float(self.gradient.norm())
-            self.gradient.mul_(min(1.0, self._clip_norm / (norm + 1e-6)))
-        return totals
-
-    @contextmanager
-    def merged_buffers(self) -> Iterator[None]:
-        yield
-
-    def local_state(self) -> Tensor:
-        return torch.empty(0, dtype=torch.float64)
-
-    def load_local_state(self, state: Tensor) -> None:
-        return None
+            whole.mul_(min(1.0, self._clip_norm / (float(whole.norm()) + 1e-6)))
+        return whole
 
     def state_dict(self) -> dict[str, Any]:
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         return None
-
-    def close(self) -> None:
-        self._collected.close()
