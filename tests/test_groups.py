@@ -65,17 +65,19 @@ def test_synchronising_by_hand() -> None:
 def test_the_server_by_hand() -> None:
     assert MEGABIT.server_s(1, 4) == 0  # one group needs none
     assert MEGABIT.server_s(2, 1) == 0
-    assert MEGABIT.server_s(2, 2) == 2  # a push and a pull of half the gradient each, twice in the queue
-    assert MEGABIT.server_s(3, 4) == 3 * 1.5
-    assert LinkModel(125_000, 1, 0.1, 10).server_s(2, 2) == pytest.approx(2 * (0.2 + 1 + 0.2))
+    assert MEGABIT.server_s(2, 2) == 1  # half a gradient to the other server, half to the other group
+    assert MEGABIT.server_s(3, 4) == (3 + 2) / 4
+    assert LinkModel(125_000, 1, 0.1, 10).server_s(2, 2) == pytest.approx(2 * 0.1 + 1 + 0.2)
 
 
-@given(links, st.integers(1, 16), st.integers(1, 8), st.integers(2, 16))
-def test_a_server_is_never_cheaper_than_one_all_reduce(
-    link: LinkModel, num_workers: int, num_nodes: int, num_groups: int
+@given(links, st.integers(1, 8), st.integers(2, 8))
+def test_groups_never_need_the_link_less_than_one_all_reduce(
+    link: LinkModel, per_group: int, num_groups: int
 ) -> None:
-    spanned = min(num_workers, num_nodes)
-    assert link.server_s(num_groups, num_nodes) >= link.sync_s(num_workers, spanned) * (1 - 1e-12)
+    nodes = per_group * num_groups  # of one worker each
+    link = LinkModel(link.gradient_bytes, link.link_mbit)  # latencies of pulls and pushes overlap
+    together_s = link.sync_s(per_group, per_group) + link.server_s(num_groups, nodes)
+    assert together_s >= link.sync_s(nodes, nodes) * (1 - 1e-9) - 1e-12
 
 
 # The groups by hand
@@ -94,10 +96,10 @@ def test_what_two_groups_yield_by_hand() -> None:
     assert free.samples_per_s == 10  # 2 * 4 + 2 * 1; one group 4 * 1
     one = predict_groups([[0, 1, 2, 3]], [FAST, FAST, SLOW, SLOW], [0, 0, 1, 1], 64, FREE)
     assert one.samples_per_s == 4
-    # 16 samples each: 4 s, 16 s; the server adds 2 s
-    paid = group_workers([FAST, FAST, SLOW, SLOW], [0, 0, 1, 1], 64, MEGABIT)
-    assert paid.step_times_s == (6, 18) and paid.samples_per_s == pytest.approx(32 / 6 + 32 / 18)
-    assert paid.sync_s == (0, 0) and paid.server_s == 2
+    # 16 samples each: 4 s, 16 s; the server's 6 s hide behind the second alone
+    paid = group_workers([FAST, FAST, SLOW, SLOW], [0, 0, 1, 1], 64, LinkModel(750_000, 1))
+    assert paid.step_times_s == (6, 16) and paid.samples_per_s == pytest.approx(32 / 6 + 32 / 16)
+    assert paid.sync_s == (0, 0) and paid.server_s == 6
 
 
 def test_a_dear_server_leaves_one_group() -> None:
@@ -209,11 +211,11 @@ def test_explains_the_groups() -> None:
     found = group_workers([FAST, FAST, SLOW, SLOW], [0, 0, 1, 1], 64, MEGABIT)
     assert isinstance(found, Grouping)
     assert found.explain().splitlines() == [
-        "4 workers in 2 groups: 7.111 samples/s, 71% of the 10 that the devices could reach",
-        "group 0: 2 workers (0-1) on 1 node, 4 to 4 samples/s each: 32 samples in 6 s"
-        " (computing 4, synchronising 0, server 2)",
-        "group 1: 2 workers (2-3) on 1 node, 1 to 1 samples/s each: 32 samples in 18 s"
-        " (computing 16, synchronising 0, server 2)",
+        "4 workers in 2 groups: 10 samples/s, 100% of the 10 that the devices could reach",
+        "group 0: 2 workers (0-1) on 1 node, 4 to 4 samples/s each: 32 samples in 4 s"
+        " (computing 4, synchronising 0, server 1)",
+        "group 1: 2 workers (2-3) on 1 node, 1 to 1 samples/s each: 32 samples in 16 s"
+        " (computing 16, synchronising 0, server 1)",
     ]
 
 

@@ -1,13 +1,14 @@
 """Group like workers: synchronous inside a group, asynchronous between groups through a server.
 
-A group waits for its slowest worker in every step and for its own all-reduce; a group more makes the queue at
-the server longer. Both are predicted, in seconds, and the groups with the most samples/s of all are taken:
+A group waits for its slowest worker in every step; its all-reduce and the servers' traffic hide behind its
+computing as far as the links carry them. Both are predicted, in seconds, and the groups with the most
+samples/s of all are taken:
 
-    samples/s = sum over groups of  batch / (compute + sync_s(workers, nodes) + server_s(groups, nodes))
+    samples/s = sum over groups of  batch / max(compute, sync_s(workers, nodes) + server_s(groups, nodes))
 
 Candidates are the runs of workers sorted by speed, as in natural breaks: in one dimension the best groups are
 runs. What a run yields depends on the run and on the number of groups alone, so dynamic programming finds the
-best for each number. Neither the all-reduce nor the push is credited with overlapping computation.
+best for each number.
 
 After Kim et al., Towards an Optimized Distributed Deep Learning Framework for a Heterogeneous Multi-GPU
 Cluster, 2020 (abstract), who join all-reduce and an asynchronous parameter server; the choice of groups is
@@ -85,16 +86,16 @@ class LinkModel:
         return inside_s + 2 * (num_nodes - 1) * (self.latency_s + self._link_s / num_nodes)
 
     def server_s(self, num_groups: int, num_nodes: int) -> float:
-        """Seconds of a group's push and pull when all groups queue; 0 for one group, which has no server.
+        """Seconds per step that pushes and pulls keep a node's link busy; 0 for one group, which needs none.
 
-        The server is sharded over all `num_nodes` nodes: a push, and a pull, is a message to each of the
-        other nodes and a copy inside its own. As a pull is one consistent version, groups are served one by
-        one. So a server is never cheaper than one all-reduce: what it saves is waiting.
+        The server is sharded over all `num_nodes` nodes. A node sends its group's push to the other nodes'
+        servers, and its server's part to every other group that pulls; what comes in is as much. Never
+        cheaper than one all-reduce over as many nodes: what a server saves is waiting.
         """
         if num_groups == 1:
             return 0.0
-        messages_s = 2 * (num_nodes - 1) * (self.latency_s + self._link_s / num_nodes)
-        return num_groups * (messages_s + 2 * self._local_s)
+        parts = num_nodes - 1 + (num_groups - 1 if num_nodes > 1 else 0)
+        return parts * (self.latency_s + self._link_s / num_nodes) + 2 * self._local_s
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,7 @@ class Grouping:
         partitions: How each group divides its batch, in the order of its ranks; shape (G,).
         nodes: Nodes that each group spans; shape (G,).
         sync_s: Seconds per step that each group synchronises; shape (G,).
-        server_s: Seconds per step that a group spends on pushing and pulling.
+        server_s: Seconds per step that pushing and pulling keeps a link busy.
     """
 
     groups: tuple[tuple[int, ...], ...]
@@ -117,9 +118,9 @@ class Grouping:
 
     @cached_property
     def step_times_s(self) -> tuple[float, ...]:
-        """Predicted seconds of a step of each group, communication included; shape (G,)."""
+        """Predicted seconds of a step of each group: computing, or what hides behind it; shape (G,)."""
         pairs = zip(self.partitions, self.sync_s, strict=True)
-        return tuple(part.step_time_s + sync_s + self.server_s for part, sync_s in pairs)
+        return tuple(max(part.step_time_s, sync_s + self.server_s) for part, sync_s in pairs)
 
     @cached_property
     def samples_per_s(self) -> float:
@@ -283,17 +284,18 @@ def _best_runs(
     count = len(blocks)
     local_batch_size = _mean_local_batch_size(global_batch_size, len(devices))
     batch = np.zeros((count, count + 1))
-    time_s = np.full((count, count + 1), np.inf)  # of the run from a block up to, not including, another
+    compute_s = np.full((count, count + 1), np.inf)  # of the run from a block up to, not including, another
+    sync_s = np.zeros((count, count + 1))
     for start in range(count):
         for end in range(start + 1, count + 1):
             ranks = [rank for block in blocks[start:end] for rank in block]
             part = _split([devices[rank] for rank in ranks], local_batch_size, split)
             batch[start, end] = part.global_batch_size
-            sync_s = link.sync_s(len(ranks), len({nodes[rank] for rank in ranks}))
-            time_s[start, end] = part.step_time_s + sync_s
+            compute_s[start, end] = part.step_time_s
+            sync_s[start, end] = link.sync_s(len(ranks), len({nodes[rank] for rank in ranks}))
     found = []
     for num_groups in range(1, count + 1):
-        rates = batch / (time_s + link.server_s(num_groups, len(set(nodes))))
+        rates = batch / np.maximum(compute_s, sync_s + link.server_s(num_groups, len(set(nodes))))
         edges = _best_edges(rates, num_groups)
         runs = [blocks[start:end] for start, end in zip(edges, edges[1:], strict=False)]
         found.append([[rank for block in run for rank in block] for run in runs])
