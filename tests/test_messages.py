@@ -432,7 +432,7 @@ def test_a_sender_is_told_at_once_what_cannot_be_sent() -> None:
             client._max_bytes = 100
             client.send("x", tensors=[torch.ones(100)])
         with pytest.raises(ValueError, match="dtype must be one of"):
-            client.send("x", tensors=[torch.quantize_per_tensor(torch.ones(1), 1.0, 0, torch.qint8)])
+            client.send("x", tensors=[torch.ones(1).to(torch.float8_e4m3fnuz)])
         with pytest.raises(ValueError, match="header and shapes must fit in"):
             client.send("x", {"a": "x" * 70_000})
         with pytest.raises(ValueError, match="JSON compliant"):
@@ -575,6 +575,17 @@ def test_close_is_quick_with_messages_in_flight_both_ways(monkeypatch: pytest.Mo
     server.close()  # twice does no harm
     with pytest.raises(ValueError, match="client must be open"):
         client.send("push")
+
+
+def test_both_ends_may_leave_at_the_same_moment() -> None:
+    # libzmq 4.3.5 hangs or aborts in about one of a hundred when a socket ends while bytes come in.
+    large = torch.ones(MAX_BYTES // 4)
+    for _ in range(20):
+        with served() as server, connected(server.address) as client:
+            client.send("pull")
+            (message,) = _next(server)
+            server.reply(message, tensors=[large])
+            client.send("push", tensors=[large])
 
 
 def answer_and_leave(server: MessageServer) -> None:

@@ -12,6 +12,7 @@ BENCHMARKS = {
     "ladder": "from the flat parameter server to two levels, one part at a time, on an emulated 4x4 cluster",
     "overhead": "what a run costs beside its training: start, events, tracking, all-reduce against DDP",
     "partition": "a plan for unlike devices against an equal split and against all devices' own speeds",
+    "server": "the asynchronous server's transport on an emulated link: against the wire, gloo and plain TCP",
     "shm": "gradients summed inside a node: shared memory against gloo and against the memory itself",
     "sync": "two-level synchronisation on an emulated 4x4 cluster: against the wire, gloo, DDP, a server",
 }

@@ -18,6 +18,7 @@ import contextlib
 import errno
 import ipaddress
 import itertools
+import threading
 import time
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -47,6 +48,8 @@ _LOOK_FOR_LIFE_S = 2.0
 _NO_LIFE_S = 10.0
 _HANDSHAKE_S = 15.0
 _LINGER_S = 5.0
+_QUIET_S = 0.02
+_END_S = 2.0
 _FORGET_S = 60.0  # a message of which no more came
 _RETRY_S = 0.002
 _BURST = 256  # chunks taken before `poll` hands over what is complete
@@ -256,15 +259,24 @@ class MessageServer:
         if self._context.closed:
             return
         deadline = time.monotonic() + _LINGER_S
-        self._socket.unbind(self.address)
         while any(client.outbox for client in self._clients.values()) and time.monotonic() < deadline:
             self._send_waiting()
             time.sleep(_RETRY_S)
+        self._take_until_quiet()
         self._socket.disable_monitor()
         self._monitor.close(0)
         self._gate.close(0)
         self._socket.close(max(0, int((deadline - time.monotonic()) * 1000)))
-        self._context.term()
+        _end(self._context, max(0.0, deadline - time.monotonic()))
+
+    def _take_until_quiet(self) -> None:
+        """Drop what still comes in.
+
+        libzmq 4.3.5 may never end a socket that is closed while it takes bytes of a peer that leaves.
+        """
+        deadline = time.monotonic() + _QUIET_S * 20
+        while self._socket.poll(int(_QUIET_S * 1000)) and time.monotonic() < deadline:
+            _receive(self._socket)
 
     # --- letting clients in -----------------------------------------------------------------
 
@@ -522,8 +534,9 @@ class MessageClient:
 
     def close(self) -> None:
         """Leave at once, whatever is under way."""
-        self._shut()
-        self._context.term()
+        if self._is_open:
+            self._shut()
+            _end(self._context, 0.0)
 
     # --- the connection -----------------------------------------------------------------
 
@@ -541,8 +554,6 @@ class MessageClient:
         self._socket.connect(self._address)
 
     def _shut(self) -> None:
-        if not self._is_open:
-            return
         self._is_open = False
         self._socket.disable_monitor()
         self._monitor.close(0)
@@ -636,6 +647,17 @@ def _set_limits(socket: "zmq.Socket[bytes]", max_bytes: int) -> None:
     socket.heartbeat_ivl = int(_LOOK_FOR_LIFE_S * 1000)
     socket.heartbeat_timeout = int(_NO_LIFE_S * 1000)
     socket.handshake_ivl = int(_HANDSHAKE_S * 1000)
+
+
+def _end(context: "zmq.Context[zmq.Socket[bytes]]", linger_s: float) -> None:
+    """End a context whose sockets are closed, and wait no longer than their lingering allows.
+
+    A thread does it, because libzmq (4.3.5) now and then waits for a peer's connection for ever; the thread
+    is then left behind and ends with the process.
+    """
+    thread = threading.Thread(target=context.term, name="labkit-messages-end", daemon=True)
+    thread.start()
+    thread.join(linger_s + _END_S)
 
 
 def _receive(socket: "zmq.Socket[bytes]") -> list[Bytes] | None:

@@ -1,0 +1,188 @@
+"""The asynchronous hybrid on unlike devices: throughput, accuracy against time and samples, bytes."""
+
+import itertools
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from labkit.bench.emulated import check_links
+from labkit.bench.harness import Report, interleave
+from labkit.bench.partition import true_limit
+from labkit.config import ExperimentConfig, from_overrides
+from labkit.lab.failure import raise_if_failed
+from labkit.lab.heterogeneity import Study, probe
+from labkit.launch import start, warm_up
+from labkit.launch.emulation import build
+from labkit.runfolder import RunFolder
+
+_RATES = (1000.0, 100.0)
+_REPEATS = 5
+_NUM_SEEDS = 3
+_LEARNING_RATES = (0.05, 0.1, 0.2, 0.4)
+_TOLERANCE = 0.005  # half a point
+
+_SIDES: dict[str, dict[str, Any]] = {
+    "allreduce": {"sync": "allreduce", "shares.name": "even"},
+    "async": {"sync": "async_parameter_server", "shares.name": "even"},
+    "hybrid": {"sync": "hybrid", "shares.name": "planned"},
+}
+
+
+def measure(say: Callable[[str], None]) -> Report:
+    """Measure at both link rates, then accuracy; about fifteen minutes on two cores.
+
+    Raises:
+        ConfigError: nodes can't be emulated here.
+        LabkitError: a link is not what it is said to be.
+    """
+    warm_up()
+    report = Report("hybrid")
+    for mbit in _RATES:
+        base = _probed(_base(mbit, batch=480, padding_s=0.6))
+        with build(base.cluster) as network:
+            check_links(network, say)
+        _add_throughput(report, base, "" if mbit == _RATES[0] else f"_{mbit:g}mbit", say)
+    _add_accuracy(report, say)
+    report.notes.append(
+        "over_limit: samples/s over the sum of the devices' own speeds; vs_allreduce: over a flat all-reduce "
+        "with equal batches; time_to_accuracy: seconds of the other over ours to the accuracy that "
+        f"synchronous SGD ends with, less {100 * _TOLERANCE:g} points; accuracy_gap: ours less that of "
+        "synchronous SGD after the same samples, in points; rates tuned with equal tries on a seed of their "
+        "own"
+    )
+    return report
+
+
+def _base(mbit: float, *, batch: int, padding_s: float) -> ExperimentConfig:
+    return from_overrides(
+        {
+            "name": "bench-hybrid",
+            "model": {"name": "mlp", "hidden_sizes": [320] * 4},
+            "cluster": "4x1-unlike",
+            "cluster.link_mbit": mbit,
+            "engine.global_batch_size": batch,
+            "engine.step_padding_s": padding_s,
+            "engine.num_threads": 1,
+            "engine.num_epochs": 20,
+            "engine.checkpoint_every_steps": 1_000_000,
+            "launch.is_emulated": True,
+            "launch.is_tracked": False,
+        }
+    )
+
+
+def _probed(base: ExperimentConfig) -> ExperimentConfig:
+    study = Study(base, throttled_rank=0, throttle_factor=1.0, remark="")
+    return study.planned(probe(base, wait=lambda run: run.wait()))
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    """What a run came to.
+
+    Attributes:
+        samples_per_s: Without its first fifth.
+        accuracies: (seconds since the first step, accuracy) of each evaluation.
+        bytes_per_sample: On all links.
+    """
+
+    samples_per_s: float
+    accuracies: tuple[tuple[float, float], ...]
+    bytes_per_sample: float
+
+    @property
+    def final(self) -> float:
+        return self.accuracies[-1][1] if self.accuracies else 0.0
+
+    def seconds_to(self, accuracy: float) -> float | None:
+        return next((seconds for seconds, value in self.accuracies if value >= accuracy), None)
+
+
+def _run(config: ExperimentConfig) -> _Outcome:
+    run = start(config, is_repeat=True)
+    try:
+        run.wait()
+    finally:
+        run.stop()
+    raise_if_failed(run)
+    return _outcome(run.folder)
+
+
+def _outcome(folder: RunFolder) -> _Outcome:
+    metrics = folder.history(0, ("metrics",))
+    first, last = metrics[len(metrics) // 5], metrics[-1]
+    began_at = metrics[0]["t"] - metrics[0]["values"]["perf/step_ms"] / 1e3
+    ends = [event for rank in folder.ranks() for event in folder.history(rank, ("end",))]
+    return _Outcome(
+        (last["samples"] - first["samples"]) / (last["t"] - first["t"]),
+        tuple((e["t"] - began_at, e["values"]["val/accuracy"]) for e in folder.history(0, ("eval",))),
+        sum(event.get("node_sent_bytes") or 0 for event in ends) / last["samples"],
+    )
+
+
+def _add_throughput(report: Report, base: ExperimentConfig, suffix: str, say: Callable[[str], None]) -> None:
+    limit = true_limit(base)
+    outcomes: dict[str, list[_Outcome]] = {"allreduce": [], "hybrid": []}
+
+    def side(name: str) -> Callable[[], float]:
+        config = from_overrides({**_SIDES[name], "engine.eval_every_steps": 1_000_000}, base=base)
+
+        def once() -> float:
+            outcomes[name].append(_run(config))
+            say(f"{name}{suffix}: {outcomes[name][-1].samples_per_s:,.0f} samples/s")
+            return outcomes[name][-1].samples_per_s
+
+        return once
+
+    rates = interleave({name: side(name) for name in outcomes}, _REPEATS, warmup=0)
+    report.add(f"over_limit{suffix}", [rate / limit for rate in rates["hybrid"]], ">= 0.95")
+    pairs = zip(rates["hybrid"], rates["allreduce"], strict=True)
+    report.add(f"vs_allreduce{suffix}", [ours / theirs for ours, theirs in pairs], ">= 2.3")
+
+
+def _add_accuracy(report: Report, say: Callable[[str], None]) -> None:
+    base = from_overrides({"engine.num_epochs": 12}, base=_probed(_base(_RATES[0], batch=160, padding_s=0.2)))
+    best = {name: _tuned(from_overrides(changes, base=base), say) for name, changes in _SIDES.items()}
+    found: dict[str, list[_Outcome]] = {name: [] for name in _SIDES}
+    for seed, name in itertools.product(range(_NUM_SEEDS), _SIDES):
+        changes = {**_SIDES[name], "seed": seed, "optimizer.learning_rate": best[name]}
+        found[name].append(_run(from_overrides(changes, base=base)))
+        say(f"{name}, seed {seed}, rate {best[name]:g}: {found[name][-1].final:.4f}")
+    gaps, over_sync, over_async = [], [], []
+    for sync, other, ours in zip(*(found[name] for name in _SIDES), strict=True):
+        gaps.append(100 * (ours.final - sync.final))
+        target = sync.final - _TOLERANCE
+        own_s, sync_s, other_s = (outcome.seconds_to(target) for outcome in (ours, sync, other))
+        if own_s and sync_s:
+            over_sync.append(sync_s / own_s)
+        if own_s and other_s:
+            over_async.append(other_s / own_s)
+    report.add("accuracy_gap", gaps, ">= -0.5")
+    for figure, values in (("allreduce", over_sync), ("async", over_async)):
+        if values:
+            report.add(f"time_to_accuracy_vs_{figure}", values, ">= 1")
+        if len(values) < _NUM_SEEDS:
+            missed = _NUM_SEEDS - len(values)
+            report.notes.append(
+                f"time_to_accuracy_vs_{figure}: one of both did not get there, {missed} times"
+            )
+    pairs = zip(found["hybrid"], found["async"], strict=True)
+    report.add("network_vs_async", [a.bytes_per_sample / b.bytes_per_sample for a, b in pairs])
+
+
+def _tuned(config: ExperimentConfig, say: Callable[[str], None]) -> float:
+    """The learning rate with the best accuracy at the end, on a seed of its own."""
+    quick = from_overrides(
+        {"engine.step_padding_s": config.engine.step_padding_s / 4, "seed": 100}, base=config
+    )
+    scores = {}
+    for rate in _LEARNING_RATES:
+        scores[rate] = statistics.fmean(
+            value
+            for _, value in _run(from_overrides({"optimizer.learning_rate": rate}, base=quick)).accuracies[
+                -3:
+            ]
+        )
+    say(f"{config.sync.name}: " + ", ".join(f"{rate:g} {score:.4f}" for rate, score in scores.items()))
+    return max(scores, key=lambda rate: scores[rate])
