@@ -234,6 +234,9 @@ def group_workers(
         raise ConfigError(f"min_gain must be at least 0, got {min_gain}. Use 0 for the most samples/s.")
     atoms = _atoms(devices, nodes, _mean_local_batch_size(global_batch_size, len(devices)))
     blocks = _blocks(atoms)
+    if len(set(devices)) == 1:
+        everybody = list(range(len(devices)))  # nobody waits for anybody: there is nothing to divide
+        return predict_groups([everybody], devices, nodes, global_batch_size, link, split=split)
     candidates = _best_runs([[rank for atom in block for rank in atom.ranks] for block in blocks], devices,
                             nodes, global_batch_size, link, split)  # fmt: skip
     candidates.append([list(atom.ranks) for atom in atoms])

@@ -16,7 +16,7 @@ from labkit.errors import LabkitError
 from labkit.sync.ledger import Extent
 
 _ASK_AGAIN_S = 0.05
-_NUM_PUSHERS = 2  # the one that waits to be applied, and the next one
+_NUM_PUSHERS = 3  # one that waits to be applied, one on its way, one that is being computed
 
 
 @dataclass(frozen=True)
@@ -109,12 +109,14 @@ class ServerLink:
     # --- take --------------------------------------------------------------------------------------------
 
     def take(self) -> "Future[Taken]":
-        """Ask what to do next and pull the parameters for it, when all pushes so far have been applied.
+        """Ask what to do next and pull the parameters for it, when the last push but one has been applied.
 
-        So a group has two extents under way at the most, and both get to the coordinator whatever it
-        decides about the other.
+        So a pull shares the link with a push the other way. A group has three extents under way at the
+        most, and each gets to the coordinator by a connection of its own, whatever it decides about the
+        others.
         """
-        return self._threads[0].submit(self._take, self._pushes[-1] if self._pushes else None)
+        before = self._pushes[-2] if len(self._pushes) > 1 else None
+        return self._threads[0].submit(self._take, before)
 
     def _take(self, before: "Future[dict[str, Any]] | None") -> Taken:
         if before is not None:
