@@ -2,12 +2,16 @@
 
 import importlib.util
 import json
+import os
 
 import pytest
 
-from labkit.bench import lars, run_benchmark
+from labkit.bench import lars, run_benchmark, server
 from labkit.bench.harness import Report, interleave, ratios
+from labkit.cluster.placement import placements
+from labkit.config import from_overrides
 from labkit.errors import ConfigError
+from labkit.launch.forked import run_workers
 
 
 def test_sides_run_in_turn_and_the_order_is_reversed_every_other_round() -> None:
@@ -59,3 +63,15 @@ def test_bench_lars_measures_its_steps_and_says_when_the_peer_is_missing(
     assert ("vs_peer" in report.figures) == is_there
     assert any("pytorch-optimizer is missing" in note for note in report.notes) != is_there
     assert 0.1 < report.figures["step_vs_sgd"] < 10 and report.figures["over_memory_bound"] > 0.1
+
+
+def test_bench_server_moves_every_transports_bytes_both_ways(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"_NUM_FLOATS": 300_000, "_SIZE_BYTES": 1_200_000, "_REPEATS": 2, "_PINGS": 2}.items():
+        monkeypatch.setattr(server, name, value)
+    placement = placements(from_overrides({"cluster": "2x1"}).cluster)[0]
+    hosts = ["127.0.0.1", "127.0.0.1"]
+    for side in run_workers(server._exchange, 2, placement, hosts, os.getpid()):
+        assert list(side) == ["ours", "zmq", "gloo", "tcp"]
+        for found in side.values():
+            assert all(len(times) == 2 and min(times) > 0 for times in found["times"].values())
+            assert found["cpu_s"] > 0

@@ -101,7 +101,7 @@ def _add_notes(report: Report, found: dict[str, dict[str, Any]], foreign_cores: 
     )
     for name, sides in found.items():
         for transport in _TRANSPORTS:
-            doubts = sides[transport]["doubts"]
+            doubts = sorted(set(sides[transport]["doubts"]))
             report.notes.extend(f"doubts: {name}, {transport}: {doubt}" for doubt in doubts)
     if foreign_cores > 0.1:
         report.notes.append(f"disturbed: other processes used {foreign_cores:.2f} cores")
@@ -158,7 +158,7 @@ def _exchange(
         with measured(comm, benchmark_pid) as seen:
             for _ in range(_REPEATS):
                 sequential(transport)
-        # Each node sends its tensor each time, and the headers of its frames.
+        # Each node sends one tensor each time; the tolerance is for the headers of packets.
         found[name]["doubts"] = seen.doubts(_REPEATS * _SIZE_BYTES)
         found[name]["cpu_s"] = time.process_time() - cpu_s
     comm.barrier()

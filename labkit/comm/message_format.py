@@ -1,7 +1,9 @@
 """How a message looks on the wire: a small JSON head, then the bytes of its tensors in chunks.
 
 Every chunk is a message of its own to the transport, so that encrypting it, sending it and copying it out
-at the other end overlap, and so that the receiver sees the size of what comes before it has it all.
+at the other end overlap, and so that the receiver sees the size of what comes before it has it all. The
+bytes are copied once at each end: it hides behind encryption and wire, and a sender may change its tensor
+at once.
 
     b"B" request              | {"kind", "header", "tensors": [[dtype, shape], ...]}
     b"D" request offset       | bytes, in one frame or several

@@ -429,7 +429,8 @@ class MessageClient:
             address: Of the server.
             secret: The run's.
             timeout_s: Longest wait for an answer, where `receive` is not told another.
-            max_bytes: Largest sum of the tensors of one message, both ways.
+            max_bytes: Largest sum of the tensors of one message, both ways. Better the server's own: with
+                more, a server that does not poll for long counts as dead once its queue is full.
 
         Raises:
             ConfigError: `address` is none.
