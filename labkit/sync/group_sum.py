@@ -1,8 +1,8 @@
 """The synchronous half of the hybrid: workers of a group add up their gradients; the update is a server's."""
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from labkit.comm import Communicator
 from labkit.sync import flat
+from labkit.sync.batch_norm import RunningStatistics
 from labkit.sync.record import StepRecord
 from labkit.sync.strategy import StepTotals
 
@@ -35,6 +36,7 @@ class GroupSum:
         """
         self._comm, self._clip_norm = comm, clip_norm
         self._record = StepRecord(comm.rank, comm.world_size, clock)
+        self._running = RunningStatistics(model, comm)
         spans = flat.spans(model)
         first = spans[0].parameter
         num = spans[-1].end
@@ -69,6 +71,7 @@ class GroupSum:
         self._record.fill(extra)
         self._comm.all_reduce_(self._row).wait()
         totals = self._record.totals(extra)
+        self._running.count(self._record.num_samples)
         correction = self._record.correction(extra)
         if correction not in (0.0, 1.0):
             self.gradient.div_(correction)
@@ -77,9 +80,8 @@ class GroupSum:
             self.gradient.mul_(min(1.0, self._clip_norm / (norm + 1e-6)))
         return totals
 
-    @contextmanager
-    def merged_buffers(self) -> Iterator[None]:
-        yield
+    def merged_buffers(self) -> AbstractContextManager[None]:
+        return self._running.merged()
 
     def local_state(self) -> Tensor:
         return torch.empty(0, dtype=torch.float64)
