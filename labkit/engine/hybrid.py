@@ -11,6 +11,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from labkit.cluster.placement import Placement
 from labkit.comm import Communicator, Rendezvous, Secret, StoreClient
@@ -18,7 +19,7 @@ from labkit.config import AsyncConfig, ExperimentConfig
 from labkit.engine.events import EventLog
 from labkit.engine.server import flat_buffers, set_buffers, wait_for_address
 from labkit.engine.server_link import ServerLink, Taken
-from labkit.engine.train import Trainer
+from labkit.engine.train import Progress, Trainer
 from labkit.runfolder import RunFolder
 from labkit.sync import StepTotals, Strategy
 from labkit.sync.group_sum import GroupSum
@@ -83,9 +84,9 @@ class HybridTrainer(Trainer):
         self.local_batch_sizes = [self.plan.local_batch_sizes[rank] for rank in place.ranks]
         self.micro_batch_sizes = [self.plan.micro_batch_sizes[rank] for rank in place.ranks]
         self._is_overlapped = config.sync.is_overlapped and config.sync.staleness_bound != 0
-        self._link = self._connect() if comm.rank == 0 else None
         self._next: Future[Taken] | None = None
-        self._count = 0
+        self._has_statistics = False
+        self._link = self._connect() if comm.rank == 0 else None
 
     def _build_strategy(self) -> Strategy:
         self._group_sum = GroupSum(
@@ -112,7 +113,10 @@ class HybridTrainer(Trainer):
         )
 
     def resume(self) -> None:
-        """The servers know where the run stands."""
+        """The servers know where the run stands: at which step, for what this worker says of itself."""
+        step = torch.tensor([self._link.step if self._link else 0], device=self.device)
+        self.comm.broadcast_(step)
+        self.progress = Progress(step=int(step))
 
     def train(self) -> bool:
         """Compute what the coordinator gives out, until there is no more.
@@ -123,9 +127,10 @@ class HybridTrainer(Trainer):
         Raises:
             PeerError: a worker of the group or a server is gone.
         """
-        self._say_start()
-        sent_before = self._node_sent_bytes()
         try:
+            self.resume()
+            self._say_start()
+            sent_before = self._node_sent_bytes()
             what = self._work()
         finally:
             if self._link is not None:
@@ -141,6 +146,8 @@ class HybridTrainer(Trainer):
             began_at = time.perf_counter()
             taken = self._take()
             waited_s = time.perf_counter() - began_at
+            if not self._has_statistics:
+                self._take_statistics(taken)
             if taken.is_evaluated:
                 self._evaluate_taken(taken)
             if taken.extent is not None:
@@ -154,7 +161,6 @@ class HybridTrainer(Trainer):
 
     def _leave(self, what: str) -> str:
         if self._link is not None:
-            self._link.settle()
             self._link.leave()
         return what
 
@@ -204,27 +210,36 @@ class HybridTrainer(Trainer):
         batch = self.sampler.order(extent.epoch)[extent.start : extent.stop]
         data_s, samples = self._compute(batch)
         totals = self.strategy.end_step(0.0)
-        self._count += 1
         self._batch_size = len(batch)
-        self.progress = type(self.progress)(self._count, self.progress.samples + len(batch))
+        self.progress = Progress(taken.step + 1, self.progress.samples + len(batch))
         parts_s = self._say_step(totals, data_s, samples, waited_s)
+        with self._group_sum.merged_buffers():
+            buffers = flat_buffers(self.model)
         if self._link is not None:
             figures = {"loss_sum": totals.loss_sum, "accuracy_sum": totals.accuracy_sum, "parts_s": parts_s}
-            self._link.push(extent.number, self._group_sum.gradient(), figures, flat_buffers(self.model))
+            self._link.push(extent.number, self._group_sum.gradient(), figures, buffers)
         return totals
+
+    def _taken_buffers(self, taken: Taken) -> Tensor:
+        """The running statistics of all groups that came along, on every worker of this one."""
+        buffers = flat_buffers(self.model) if taken.buffers is None else taken.buffers
+        buffers = buffers.to(self.device)
+        if len(buffers):
+            self.comm.broadcast_(buffers)
+        return buffers.cpu()
+
+    def _take_statistics(self, taken: Taken) -> None:
+        """Begin with the running statistics of all groups: this one may have come late, or again."""
+        if taken.what in ("extent", "evaluate"):
+            set_buffers(self.model, self._taken_buffers(taken))
+            self._has_statistics = True
 
     def _evaluate_taken(self, taken: Taken) -> None:
         """Evaluate the parameters and running statistics that came along."""
         own = flat_buffers(self.model)
-        merged = own.clone() if taken.buffers is None else taken.buffers
-        merged = merged.to(self.device)
-        if len(merged):
-            self.comm.broadcast_(merged)
-        set_buffers(self.model, merged.cpu())
+        set_buffers(self.model, self._taken_buffers(taken))
         with torch.no_grad():
             values = self._evaluate()
         set_buffers(self.model, own)
         if self._link is not None:
-            if self._next is not None:
-                self._next.result()
             self._link.evaluated(values, taken)

@@ -5,16 +5,17 @@ saves. To the others it sends its decisions over one connection, which keeps the
 one by one. A pull is such a decision too: "give this group your part as it is now". So all parts of a pull
 are of one version, though no server ever waits for another.
 
-Messages from groups (all numbers are counted by the ledger):
+Messages from groups (all numbers are counted by the ledger; `life` is the coordinator's answer to join, so
+that nothing that a lost group had sent counts for the one that came in its place):
 
     join     group                                  to the coordinator; a group is here, maybe again
-    take     group                                  what to do next: an extent, wait, done or stop
+    take     group, life                            what to do next: an extent, wait, done, stop or gone
     pull     group, number                          to every server: its part, as of the answer to `take`
     stage    group, number; mean gradient           to every server: its part
-    commit   group, number, figures; buffers        answered when it is applied, or not needed any more
-    beat     group                                  still there
-    eval     group, values, step, samples           what an evaluation found
-    leave    group                                  it will not come back
+    commit   group, life, number, figures; buffers  answered when it is applied, or not needed any more
+    beat     group, life                            still there
+    eval     group, life, values, step, samples     what an evaluation found
+    leave    group, life                            it goes; what it had under way is given to others
 
 and from the coordinator to the other servers: apply, deliver, drop, state, quit.
 """
@@ -24,7 +25,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -50,12 +51,14 @@ from labkit.errors import ConfigError, LabkitError
 from labkit.optim.build import build_optimizer
 from labkit.optim.schedule import learning_rate_at
 from labkit.runfolder import RunFolder
-from labkit.sync.ledger import Ledger, Update, as_header
+from labkit.sync.ledger import Extent, Ledger, Push, Update, as_header
 from labkit.sync.server_shard import Key, ServerShard, flat_parameters, shard_borders, trained
 from labkit.tasks import build_model, load_data
 
 _POLL_S = 0.2
+_LONGEST_TURN_S = 1.0  # what a turn of the coordinator's loop counts for in the groups' silence
 _GOODBYE_S = 5.0
+EXIT_STOPPED = 143
 
 
 @dataclass(frozen=True)
@@ -86,6 +89,11 @@ def address_key(rendezvous: Rendezvous, index: int) -> str:
     return f"{rendezvous.generation}/server{index}"
 
 
+def given_up_key(rendezvous: Rendezvous, group: int) -> str:
+    """Set in the store for a group that will never come (again)."""
+    return f"{rendezvous.generation}/given_up{group}"
+
+
 def wait_for_address(store: StoreClient, rendezvous: Rendezvous, index: int, timeout_s: float) -> str:
     """A server's address, as soon as it is known.
 
@@ -108,8 +116,12 @@ def message_limit(model: nn.Module) -> int:
     return 4 * sum(tensor.numel() * 8 for tensor in tensors) + 2**20
 
 
-def run_server(task: ServerTask) -> None:
-    """Serve until the coordinator ends the run. The supervisor sees a fault as the end of the process."""
+def run_server(task: ServerTask) -> int:
+    """Serve until the coordinator ends the run. The supervisor sees a fault as the end of the process.
+
+    Returns:
+        Exit code: 0 when the run is done, 143 when the coordinator was told to stop before.
+    """
     folder = RunFolder(task.folder)
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
@@ -131,7 +143,7 @@ def run_server(task: ServerTask) -> None:
         first, last = borders[task.index : task.index + 2]
         if task.index > 0:
             Server(messages, ServerShard(model, config.optimizer, first, last)).serve()
-            return
+            return 0
         others = []
         for index in range(1, task.num_servers):
             address = wait_for_address(store, task.rendezvous, index, config.launch.start_timeout_s)
@@ -139,7 +151,12 @@ def run_server(task: ServerTask) -> None:
             stack.callback(others[-1].close)
         log = EventLog(folder.events_file(0), task.attempt)
         stack.callback(log.close)
-        Coordinator(config, messages, model, (first, last), others, log, folder, len(data.train), stop).run()
+        is_given_up = lambda group: store.get(given_up_key(task.rendezvous, group)) is not None  # noqa: E731
+        is_done = Coordinator(
+            config, messages, model, (first, last), others, log, folder, len(data.train), stop.is_set,
+            is_given_up,
+        ).run()  # fmt: skip
+        return 0 if is_done else EXIT_STOPPED
 
 
 class Server:
@@ -261,7 +278,8 @@ class Coordinator:
         log: EventLog,
         folder: RunFolder,
         num_samples: int,
-        stop: threading.Event,
+        is_stop_wanted: Callable[[], bool],
+        is_given_up: Callable[[int], bool] = lambda group: False,
     ) -> None:
         """Prepare, from the newest whole checkpoint if there is one.
 
@@ -274,21 +292,22 @@ class Coordinator:
             log: Rank 0's events: the metrics of the run are written there.
             folder: The run folder.
             num_samples: Of the training data.
-            stop: Set when the run is to be stopped.
+            is_stop_wanted: The run is to be stopped.
+            is_given_up: A group will not come (again), as far as the supervisor knows.
         """
         assert isinstance(config.sync, AsyncConfig)
         self._config, self._sync, self._messages, self._model = config, config.sync, messages, model
-        self._others, self._log, self._folder, self._stop = others, log, folder, stop
+        self._others, self._log, self._folder = others, log, folder
+        self._is_stop_wanted, self._is_given_up = is_stop_wanted, is_given_up
         self._num_samples = num_samples
         self._batch = config.engine.global_batch_size
         self._total_steps = config.total_steps(num_samples)
-        limit = config.engine.max_steps
-        total = config.engine.num_epochs * num_samples
         plan = make_plan(config)
+        epochs, rest = divmod(self._total_steps, -(-num_samples // self._batch))
         self._ledger = Ledger(
             plan.shares,
             num_samples=num_samples,
-            total_samples=min(total, limit * self._batch) if limit else total,
+            total_samples=epochs * num_samples + rest * self._batch,
             global_batch_size=self._batch,
             staleness_bound=config.sync.staleness_bound,
             is_weighted=config.sync.is_weighted,
@@ -302,27 +321,43 @@ class Coordinator:
         self._step = self._evaluated_at = self._saved_at = 0
         self._logged_at = time.perf_counter()
         self._evaluator: int | None = None  # the group that is asked to evaluate
-        self._groups, self._joined = plan.groups, set[int]()
+        self._num_groups = len(plan.groups)
+        self._lives: dict[int, int] = {}  # how often each group has come
         self._began_at, self._is_begun = time.monotonic(), False
+        self._turn_at, self._now = time.monotonic(), 0.0
         self._resume(whole)
 
     # --- the loop ----------------------------------------------------------------------------------------
 
-    def run(self) -> None:
-        """Until every sample is applied, or the run is stopped, and the groups have left."""
+    def run(self) -> bool:
+        """Until every sample is applied, or the run is stopped, and the groups have left.
+
+        Returns:
+            Whether the run got to its end.
+        """
         deadline: float | None = None
         while True:
             for message in self._messages.poll(_POLL_S if not self._ledger.is_done else 0.05):
                 self._handle(message)
             self._settle_orders()
-            for group in self._ledger.expire(time.monotonic(), self._sync.heartbeat_timeout_s):
-                self._lose(group, f"showed no life for {self._sync.heartbeat_timeout_s:g} s")
+            self._let_go()
             self._apply_all()
-            if self._is_over() or self._stop.is_set():
-                deadline = deadline or time.monotonic() + _GOODBYE_S
+            if self._is_over() or self._is_stop_wanted():
+                grace_s = min(_GOODBYE_S, self._config.launch.stop_grace_s / 2)
+                deadline = deadline or time.monotonic() + grace_s
                 if not self._ledger.here or time.monotonic() > deadline:
                     break
         self._end()
+        return self._is_over()
+
+    def _let_go(self) -> None:
+        """Let go of silent groups. A long turn of this loop is not their silence."""
+        turn_s = time.monotonic() - self._turn_at
+        self._turn_at += turn_s
+        self._now += min(turn_s, _LONGEST_TURN_S)
+        limit_s = self._sync.heartbeat_timeout_s
+        for group in self._ledger.silent(self._now, limit_s):
+            self._lose(group, f"showed no life for {limit_s:g} s")
 
     def _is_over(self) -> bool:
         return self._ledger.is_done and self._evaluated_at == self._step
@@ -348,29 +383,38 @@ class Coordinator:
             self._messages.refuse(message, "content", f"{message.kind} could not be done: {error!r}")
 
     def _on_join(self, message: Message, group: int) -> None:
+        if not 0 <= group < self._num_groups:
+            raise ValueError(f"group must be one of {self._num_groups}, got {group}")
         if group in self._ledger.here:
             self._lose(group, "came again before it was missed")
         else:
-            self._order("drop", {"group": group})
-        self._joined.add(group)
-        self._ledger.join(group, time.monotonic())
-        self._log.write("message", text=f"group {group} joined at version {self._ledger.version}")
-        self._messages.reply(message, {"step": self._step})
+            self._drop(group)
+        self._lives[group] = self._lives.get(group, 0) + 1
+        self._ledger.join(group, self._now)
+        again = "again " if self._lives[group] > 1 else ""
+        self._log.write("message", text=f"group {group} joined {again}at version {self._ledger.version}")
+        self._messages.reply(message, {"step": self._step, "life": self._lives[group]})
+
+    def _is_current(self, message: Message, group: int) -> bool:
+        """It comes from a group that is here, and not from one that was here before it."""
+        return group in self._ledger.here and message.header["life"] == self._lives[group]
 
     def _on_beat(self, message: Message, group: int) -> None:
-        self._ledger.beat(group, time.monotonic())
+        if self._is_current(message, group):
+            self._ledger.beat(group, self._now)
         self._messages.reply(message)
 
     def _on_leave(self, message: Message, group: int) -> None:
-        self._ledger.leave(group)
+        if self._is_current(message, group):
+            self._drop(group)
         self._messages.reply(message)
 
     def _on_take(self, message: Message, group: int) -> None:
-        if group not in self._ledger.here:
+        if not self._is_current(message, group):
             self._messages.reply(message, {"what": "gone"})  # it was given up; it must join again
             return
-        self._ledger.beat(group, time.monotonic())
-        if self._stop.is_set():
+        self._ledger.beat(group, self._now)
+        if self._is_stop_wanted():
             self._messages.reply(message, {"what": "stop"})
             return
         if not self._is_assembled():
@@ -397,7 +441,8 @@ class Coordinator:
         """All groups have come once, or those that have not are given up."""
         if not self._is_begun:
             is_late = time.monotonic() - self._began_at > self._config.launch.start_timeout_s
-            self._is_begun = is_late or len(self._joined) == len(self._groups)
+            missing = set(range(self._num_groups)) - set(self._lives)
+            self._is_begun = is_late or all(self._is_given_up(group) for group in missing)
         return self._is_begun
 
     def _wants_evaluation(self) -> bool:
@@ -412,6 +457,9 @@ class Coordinator:
 
     def _on_eval(self, message: Message, group: int) -> None:
         header = message.header
+        if not self._is_current(message, group) or self._evaluator != group:
+            self._messages.reply(message)
+            return
         self._evaluator = None
         self._evaluated_at = int(header["step"])
         samples = int(header["samples"])
@@ -423,8 +471,10 @@ class Coordinator:
 
     def _on_commit(self, message: Message, group: int) -> None:
         key = _key(message.header)
-        self._ledger.beat(group, time.monotonic())
-        if self._ledger.offer(*key):
+        is_current = self._is_current(message, group)
+        if is_current:
+            self._ledger.beat(group, self._now)
+        if is_current and self._ledger.offer(*key):
             self._commits[key] = message
         else:
             self._messages.reply(message, {"is_applied": False})
@@ -445,28 +495,24 @@ class Coordinator:
         self._order("apply", {"pushes": pushes, "learning_rate": rate})
         for push in update.pushes:
             message = self._commits.pop((push.group, push.extent.number))
-            self._count(message, push.extent.num_samples, push.staleness)
+            self._count(message, push)
             answer = {"is_applied": True, "version": update.version, "staleness": push.staleness}
             self._messages.reply(message, answer)
-        step = self._ledger.applied_samples // self._batch
-        if self._ledger.is_done:
-            step = self._total_steps
-        if step > self._step:
-            self._step = step
+        if self._ledger.step > self._step:
+            self._step = self._ledger.step
             self._say_metrics(rate)
 
-    def _count(self, message: Message, num_samples: int, staleness: int) -> None:
+    def _count(self, message: Message, push: Push) -> None:
         header, sums = message.header, self._sums
-        sums.samples += num_samples
+        sums.samples += push.extent.num_samples
         sums.loss += float(header["loss_sum"])
         sums.accuracy += float(header["accuracy_sum"])
         for name, seconds in header["parts_s"].items():
             sums.parts_s[name] = sums.parts_s.get(name, 0.0) + float(seconds)
         sums.num_pushes += 1
-        sums.staleness += staleness
+        sums.staleness += push.staleness
         if message.tensors and len(self._buffers):
-            share = min(1.0, num_samples / self._batch)
-            self._buffers.lerp_(message.tensors[0].to(self._buffers.dtype), share)
+            self._buffers.lerp_(message.tensors[0].to(self._buffers.dtype), min(1.0, push.share))
 
     def _say_metrics(self, rate: float) -> None:
         sums, now = self._sums, time.perf_counter()
@@ -494,15 +540,19 @@ class Coordinator:
         self._sums, self._logged_at = _Sums(), now
 
     def _lose(self, group: int, why: str) -> None:
+        count = sum(extent.num_samples for extent in self._drop(group))
+        given = f"; {count} samples that it had are given out again" if count else ""
+        self._log.write("message", text=f"group {group} {why}{given}")
+
+    def _drop(self, group: int) -> list[Extent]:
+        """Forget a group everywhere: what it had under way."""
         lost = self._ledger.leave(group)
         for key in [key for key in self._commits if key[0] == group]:
-            del self._commits[key]
+            self._messages.reply(self._commits.pop(key), {"is_applied": False})
         if self._evaluator == group:
             self._evaluator = None
         self._order("drop", {"group": group})
-        count = sum(extent.num_samples for extent in lost)
-        given = f"; {count} samples that it had are given out again" if count else ""
-        self._log.write("message", text=f"group {group} {why}{given}")
+        return lost
 
     def _order(self, kind: str, header: Mapping[str, Any]) -> None:
         """Have all servers do something, in the same order among all that they are told."""
@@ -546,13 +596,15 @@ class Coordinator:
         optimizer = build_optimizer(self._config.optimizer, self._model.parameters()).state_dict()
         optimizer["state"] = state
         samples = self._ledger.applied_samples
+        epoch, batches = divmod(self._step, -(-self._num_samples // self._batch))
         path = self._folder.checkpoint_file(self._step)
         size_bytes = checkpoint.write_checkpoint(
             path,
             {
                 "step": self._step,
                 "samples": samples,
-                "sampler": {"epoch": samples // self._num_samples, "cursor": samples % self._num_samples},
+                # For a synchronous strategy, which knows whole global batches only.
+                "sampler": {"epoch": epoch, "cursor": batches * self._batch},
                 "model": self._model.state_dict(),
                 "strategy": optimizer,
                 "random": [],
@@ -582,9 +634,7 @@ class Coordinator:
                 self._ledger.load_state_dict(content["ledger"])
             else:
                 place = content["sampler"]
-                self._ledger.begin_at(
-                    self._step, place["epoch"] * self._num_samples + place["cursor"], content["samples"]
-                )
+                self._ledger.begin_at(self._step, place["epoch"] * self._num_samples + place["cursor"])
         self._server.shard.load(whole, state)
         names = [{"index": index, "name": name} for index, values in state.items() for name in values]
         tensors = [tensor for values in state.values() for tensor in values.values()]

@@ -11,11 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from labkit.comm import MessageClient, Secret
+from labkit.comm import MessageClient, PeerError, Reply, Secret
 from labkit.errors import LabkitError
 from labkit.sync.ledger import Extent
 
 _ASK_AGAIN_S = 0.05
+_LOOK_S = 0.2  # how soon a wait for an answer ends after `close`
+_GOODBYE_S = 5.0
 _NUM_PUSHERS = 3  # one that waits to be applied, one on its way, one that is being computed
 
 
@@ -45,14 +47,36 @@ class Taken:
 
 
 class _Line:
-    """Connections to all servers, for one thread."""
+    """Connections to all servers, for one thread; a wait ends soon after `closed` is set."""
 
-    def __init__(self, addresses: Sequence[str], secret: Secret, timeout_s: float) -> None:
+    def __init__(
+        self, addresses: Sequence[str], secret: Secret, timeout_s: float, closed: threading.Event
+    ) -> None:
         self.clients = [MessageClient(address, secret, timeout_s=timeout_s) for address in addresses]
+        self._timeout_s, self._closed = timeout_s, closed
 
     @property
     def coordinator(self) -> MessageClient:
         return self.clients[0]
+
+    def request(self, kind: str, header: Mapping[str, Any], tensors: Sequence[Tensor] = ()) -> Reply:
+        """Ask the coordinator."""
+        return self.receive(self.coordinator, self.coordinator.send(kind, dict(header), tensors))
+
+    def receive(self, client: MessageClient, request: int) -> Reply:
+        """Wait for an answer.
+
+        Raises:
+            PeerError: the server is gone, or the answer did not come before the end of the wait.
+        """
+        deadline = time.monotonic() + self._timeout_s
+        while True:
+            try:
+                return client.receive(request, _LOOK_S)
+            except PeerError:
+                is_open = not client.is_answered(request)
+                if not is_open or self._closed.is_set() or time.monotonic() > deadline:
+                    raise
 
     def close(self) -> None:
         for client in self.clients:
@@ -60,7 +84,11 @@ class _Line:
 
 
 class ServerLink:
-    """What the first worker of a group says to the servers. All methods return at once but `finish`."""
+    """What the first worker of a group says to the servers. Takes and pushes go on in the background.
+
+    Attributes:
+        step: Global batches that were done when the group joined.
+    """
 
     def __init__(
         self,
@@ -85,15 +113,18 @@ class ServerLink:
         Raises:
             PeerError: a server is gone.
         """
-        self._group, self._borders = group, list(borders)
-        self._taking = _Line(addresses, secret, timeout_s)
-        self._pushing = [_Line(addresses, secret, timeout_s) for _ in range(_NUM_PUSHERS)]
-        self._beating = MessageClient(addresses[0], secret, timeout_s=timeout_s)
-        self._threads = [ThreadPoolExecutor(1, f"labkit-server-{i}") for i in range(_NUM_PUSHERS + 1)]
+        self._borders = list(borders)
+        self._closed = threading.Event()
         self._pushes: list[Future[dict[str, Any]]] = []  # the newest ones
         self._num_pushed = 0
-        self._closed = threading.Event()
-        self._taking.coordinator.request("join", {"group": group})
+        self._taking = _Line(addresses, secret, timeout_s, self._closed)
+        self._pushing = [_Line(addresses, secret, timeout_s, self._closed) for _ in range(_NUM_PUSHERS)]
+        self._beating = _Line(addresses[:1], secret, timeout_s, self._closed)
+        self._telling = _Line(addresses[:1], secret, timeout_s, threading.Event())  # of the calling thread
+        self._threads = [ThreadPoolExecutor(1, f"labkit-server-{i}") for i in range(_NUM_PUSHERS + 1)]
+        joined = self._telling.request("join", {"group": group}).header
+        self.step = int(joined["step"])
+        self._who = {"group": group, "life": joined["life"]}
         self._heart = threading.Thread(
             target=self._beat, args=(heartbeat_s,), name="labkit-heart", daemon=True
         )
@@ -102,7 +133,7 @@ class ServerLink:
     def _beat(self, every_s: float) -> None:
         while not self._closed.wait(every_s):
             try:
-                self._beating.request("beat", {"group": self._group})
+                self._beating.request("beat", self._who)
             except LabkitError:
                 return  # whoever takes or pushes next finds out
 
@@ -122,7 +153,7 @@ class ServerLink:
         if before is not None:
             before.result()
         while True:
-            reply = self._taking.coordinator.request("take", {"group": self._group})
+            reply = self._taking.request("take", self._who)
             header = reply.header
             if header["what"] != "wait":
                 break
@@ -130,9 +161,9 @@ class ServerLink:
                 return Taken("stop")
         if header["what"] not in ("extent", "evaluate"):
             return Taken(header["what"])
-        key = {"group": self._group, "number": header["number"]}
+        key = {**self._who, "number": header["number"]}
         requests = [(client, client.send("pull", key)) for client in self._taking.clients]
-        parts = [client.receive(request).tensors[0] for client, request in requests]
+        parts = [self._taking.receive(client, request).tensors[0] for client, request in requests]
         return Taken(
             what=header["what"],
             number=header["number"],
@@ -166,15 +197,15 @@ class ServerLink:
     def _push(
         self, line: _Line, number: int, gradient: Tensor, figures: dict[str, Any], buffers: Tensor
     ) -> dict[str, Any]:
-        key = {"group": self._group, "number": number}
+        key = {**self._who, "number": number}
         parts = [gradient[a:b] for a, b in zip(self._borders[:-1], self._borders[1:], strict=True)]
         requests = [
             (client, client.send("stage", key, [part]))
             for client, part in zip(line.clients, parts, strict=True)
         ]
         for client, request in requests:
-            client.receive(request)
-        return line.coordinator.request("commit", {**key, **figures}, [buffers]).header
+            line.receive(client, request)
+        return line.request("commit", {**key, **figures}, [buffers]).header
 
     def settle(self) -> None:
         """Wait until all pushes are applied.
@@ -188,25 +219,22 @@ class ServerLink:
     # --- the rest ------------------------------------------------------------------------------------------
 
     def evaluated(self, values: Mapping[str, float], taken: Taken) -> None:
-        """Tell what an evaluation found; call it while no take is under way."""
-        content = {"group": self._group, "values": dict(values), "step": taken.step, "samples": taken.samples}
-        self._threads[0].submit(self._taking.coordinator.request, "eval", content).result()
+        """Tell what an evaluation found."""
+        content = {**self._who, "values": dict(values), "step": taken.step, "samples": taken.samples}
+        self._telling.request("eval", content)
 
     def leave(self) -> None:
-        """Say that this group will not come back."""
+        """Say that this group goes. What it has under way, pushed or not, is given to others."""
         with contextlib.suppress(LabkitError):
-            leaving = self._threads[0].submit(
-                self._taking.coordinator.request, "leave", {"group": self._group}
+            self._telling.coordinator.receive(
+                self._telling.coordinator.send("leave", self._who), timeout_s=_GOODBYE_S
             )
-            leaving.result(timeout=10)
 
     def close(self) -> None:
         """Let go of everything, also while something is under way."""
         self._closed.set()
-        deadline = time.monotonic() + 5
-        self._heart.join(5)
+        self._heart.join()
         for thread in self._threads:
-            thread.shutdown(wait=time.monotonic() < deadline, cancel_futures=True)
-        for line in (self._taking, *self._pushing):
+            thread.shutdown(wait=True, cancel_futures=True)
+        for line in (self._taking, *self._pushing, self._beating, self._telling):
             line.close()
-        self._beating.close()

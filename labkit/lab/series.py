@@ -165,10 +165,10 @@ class SeriesReader:
 
     def _begin_attempt(self, worker: WorkerSeries, event: dict[str, Any]) -> None:
         attempt = int(event.get("attempt", 1))
-        if attempt <= self._attempts.get(worker.rank, 0):
-            return
+        if attempt <= self._attempts.get(worker.rank, 0) or not {"start_step", "step"} & event.keys():
+            return  # a message before the start does not say from where the attempt goes on
         self._attempts[worker.rank] = attempt
-        first = event["start_step"] + 1 if "start_step" in event else event.get("step", 1)
+        first = event["start_step"] + 1 if "start_step" in event else event["step"]
         for line in worker.times.values():
             line.cut(first)
         if worker.rank == 0:

@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from multiprocessing.process import BaseProcess
@@ -14,16 +15,17 @@ from labkit.cluster.plan import make_plan
 from labkit.comm import Rendezvous, Secret
 from labkit.config import AsyncConfig, ExperimentConfig
 from labkit.engine.hybrid import GroupPlace
-from labkit.engine.server import ServerTask, run_server
+from labkit.engine.server import ServerTask, given_up_key, run_server
 from labkit.engine.worker import WorkerTask, die_with_parent, keep_alive, redirect_output
 from labkit.launch.emulation import Network
 from labkit.launch.launcher import Exit
 from labkit.launch.local import LocalLauncher
-from labkit.launch.verdict import signal_text
+from labkit.launch.verdict import root_cause
 from labkit.runfolder import RunFolder
 
 _FORK = multiprocessing.get_context("fork")
 _BAD_INPUT = 2
+_GOODBYE_S = 10.0  # of the groups, after the servers have ended the run
 
 
 @dataclass
@@ -48,6 +50,7 @@ class GroupLauncher:
         network: Network,
         close_in_worker: Sequence[int],
         say: Callable[[str], None],
+        put: Callable[[str, str], None],
     ) -> None:
         """Prepare.
 
@@ -57,9 +60,12 @@ class GroupLauncher:
             network: Where the nodes are.
             close_in_worker: File descriptors of the supervisor that others must not hold open.
             say: Takes a line for each group that is lost.
+            put: Sets a text in the store where the servers' addresses stand.
         """
         assert isinstance(config.sync, AsyncConfig)
-        self._sync, self._tasks, self._network, self._say = config.sync, list(tasks), network, say
+        self._sync, self._tasks, self._network = config.sync, list(tasks), network
+        self._say, self._put = say, put
+        self._folder = RunFolder(tasks[0].folder)
         self._close = list(close_in_worker)
         self._places: list[Placement] = placements(config.cluster)
         self._secret = Secret.new().to_text()
@@ -69,6 +75,8 @@ class GroupLauncher:
             self._make_group(index, ranks) for index, ranks in enumerate(make_plan(config).groups)
         ]
         self._is_stopping = False
+        self._silent_servers: set[int] = set()
+        self._served_at: float | None = None  # when the last server ended the run as it should
 
     def _make_group(self, index: int, ranks: Sequence[int]) -> _Group:
         servers = self._tasks[0].rendezvous
@@ -132,6 +140,11 @@ class GroupLauncher:
             fatal = self._groups
         return found + [end for group in fatal for end in group.last_exits or group.launcher.exits()]
 
+    @property
+    def is_server_lost(self) -> bool:
+        """A server has ended before its time, or shows no life."""
+        return bool(self._silent_servers) or any(process.exitcode for process in self._servers)
+
     def is_over(self) -> bool:
         return all(process.exitcode is not None for process in self._servers) and all(
             group.is_lost or group.launcher.is_over() for group in self._groups
@@ -144,8 +157,8 @@ class GroupLauncher:
             if process.pid is not None and process.exitcode is None
         }
         for group in self._groups:
-            if not group.is_lost:
-                found |= group.launcher.pids()
+            ended = {end.rank for end in group.launcher.exits()}
+            found |= {rank: pid for rank, pid in group.launcher.pids().items() if rank not in ended}
         return found
 
     def terminate(self) -> None:
@@ -170,41 +183,59 @@ class GroupLauncher:
 
     def tend(self) -> None:
         """Start again, or do without, groups that have lost a worker."""
+        if self._is_stopping or self.is_server_lost:
+            return
+        if any(process.exitcode == 0 for process in self._servers):
+            self._see_off()
+            return
         for group in self._groups:
             ended = [end for end in group.launcher.exits() if end.code]
-            if ended and not (group.is_lost or self._is_stopping or self._has_bad_input(group)):
+            if ended and not (group.is_lost or self._has_bad_input(group)):
                 self._lose(group, ended)
+
+    def _see_off(self) -> None:
+        """The servers have ended the run: whoever comes back now finds nobody, and is not waited for."""
+        self._served_at = self._served_at or time.monotonic()
+        is_late = time.monotonic() - self._served_at > _GOODBYE_S
+        for group in self._groups:
+            if is_late or any(end.code for end in group.launcher.exits()):
+                group.launcher.kill()
 
     def lose(self, rank: int) -> bool:
         """Treat a process that shows no life as lost; whether the run can go on without it."""
+        if rank >= len(self._places):
+            self._silent_servers.add(rank)
+            return False
         for group in self._groups:
             if rank in group.place.ranks and not group.is_lost:
-                self._lose(group, [Exit(rank, -signal.SIGKILL)])
-                return not all(other.is_lost for other in self._groups)
-        return False
+                self._lose(group, [Exit(rank, -signal.SIGKILL)], "showed no life")
+                break
+        return not all(group.is_lost for group in self._groups)
 
-    def _why(self, end: Exit) -> str:
-        """What a worker was lost to, as far as is known."""
-        if end.code < 0:
-            return f"worker {end.rank} {signal_text(-end.code)}"
-        folder = RunFolder(self._tasks[0].folder)
-        told = folder.read_json(folder.error_file(end.rank or 0)).get("message")
-        return f"worker {end.rank}: {told or f'exit code {end.code}'}"
+    def _why(self, ends: Sequence[Exit]) -> str:
+        """What a group was lost to, as far as is known."""
+        ranks = [end.rank for end in ends if end.rank is not None]
+        told = {rank: self._folder.read_json(self._folder.error_file(rank)) for rank in ranks}
+        return root_cause(ends, {rank: text for rank, text in told.items() if text}, self._places).message
 
     @staticmethod
     def _has_bad_input(group: _Group) -> bool:
         return any(end.code == _BAD_INPUT for end in group.launcher.exits())
 
-    def _lose(self, group: _Group, ended: list[Exit]) -> None:
+    def _lose(self, group: _Group, ended: list[Exit], why: str = "") -> None:
         """Do without a group, or start it again."""
         group.launcher.kill()
-        who = "; ".join(self._why(end) for end in ended)
+        index = group.place.group
+        why = f"worker {ended[0].rank} {why}" if why else self._why(ended)
         if group.num_starts > self._sync.max_group_restarts:
             group.is_lost, group.last_exits = True, ended
-            self._say(f"group {group.place.group} is given up: {who}")
+            self._put(given_up_key(group.place.servers, index), why)
+            self._say(f"group {index} is given up: {why}")
             return
         group.num_starts += 1
-        self._say(f"group {group.place.group} starts again: {who}")
+        self._say(f"group {index} starts again: {why}")
+        for rank in group.place.ranks:  # the age of its last sign of life is not the new one's
+            self._folder.alive_file(rank).unlink(missing_ok=True)
         group.launcher = self._launcher_of(group.place, group.num_starts)
         group.launcher.start()
 
@@ -221,5 +252,4 @@ def _server_main(
     redirect_output(folder, rank)
     keep_alive(folder.alive_file(rank))
     threading.current_thread().name = f"server {task.index}"
-    run_server(task)
-    sys.exit(0)
+    sys.exit(run_server(task))

@@ -18,6 +18,7 @@ import psutil
 from labkit.cluster.placement import Placement, placements
 from labkit.comm import Rendezvous, StoreServer
 from labkit.config import AsyncConfig, ExperimentConfig
+from labkit.engine.events import EventLog
 from labkit.engine.worker import WorkerTask
 from labkit.errors import LabkitError
 from labkit.launch.elastic import ElasticLauncher, ElasticTask
@@ -141,6 +142,7 @@ class Supervisor:
         self._is_stop_asked = False
         self._last_beat = 0.0
         self._num_trackers = 0
+        self._is_server_lost = False  # what ended the last attempt
 
     def take_over(self) -> None:
         """From here on this process owns the run's state."""
@@ -170,7 +172,7 @@ class Supervisor:
                 )
                 if not is_worth_a_restart:
                     break
-                self._say(f"restart after: {end.error.message if end.error else end.state}")
+                self._note(f"restart after: {end.error.message if end.error else end.state}")
                 self._update(attempt=self._status.attempt + 1, num_restarts=self._status.num_restarts + 1)
         except BaseException as error:
             self._finish(End(state=RunState.FAILED, error=RunError(message=f"supervisor failed: {error!r}")))
@@ -179,13 +181,17 @@ class Supervisor:
 
     def _max_restarts(self) -> int:
         sync = self._config.sync
-        own = sync.max_server_restarts if isinstance(sync, AsyncConfig) else 0
+        own = sync.max_server_restarts if isinstance(sync, AsyncConfig) and self._is_server_lost else 0
         return max(own, self._config.launch.max_restarts)
 
     def _ask_stop(self, *_: object) -> None:
         self._is_stop_asked = True
 
     def _run_once(self) -> End:
+        num_workers, num_nodes = self._config.cluster.num_workers, len(self._config.cluster.nodes)
+        for rank in (*(place.rank for place in self._places), *range(num_workers, num_workers + num_nodes)):
+            # The age of a sign of life in the attempt before is not that of this one.
+            self._folder.alive_file(rank).unlink(missing_ok=True)
         launcher = self._make_launcher()
         launcher.start()
         try:
@@ -193,7 +199,9 @@ class Supervisor:
                 self._open(self._store)
             self._record_workers(launcher.pids())
             self._ensure_tracker()
-            return self._watch(launcher)
+            end = self._watch(launcher)
+            self._is_server_lost = isinstance(launcher, GroupLauncher) and launcher.is_server_lost
+            return end
         finally:
             launcher.kill()
 
@@ -230,7 +238,8 @@ class Supervisor:
             for p in self._places
         ]
         if isinstance(self._config.sync, AsyncConfig) and self._config.launch.purpose == "train":
-            return GroupLauncher(self._config, workers, self._network, mine, self._say)
+            assert isinstance(store, StoreServer)  # asynchronous strategies run on one machine
+            return GroupLauncher(self._config, workers, self._network, mine, self._note, store.put)
         return LocalLauncher(workers, [place.node for place in self._places], self._network, mine)
 
     def _record_workers(self, pids: Mapping[int, int]) -> None:
@@ -316,7 +325,9 @@ class Supervisor:
 
     def _silent_worker(self, launcher: Launcher) -> End | None:
         """The worker that has shown no life for too long: a stopped process, a dead machine."""
-        limit_s = self._config.launch.worker_timeout_s
+        limit_s, sync = self._config.launch.worker_timeout_s, self._config.sync
+        if isinstance(sync, AsyncConfig):
+            limit_s = min(limit_s, sync.heartbeat_timeout_s)
         pids = launcher.pids()
         oldest: tuple[float, int] | None = None
         for rank in pids:
@@ -392,6 +403,14 @@ class Supervisor:
             except subprocess.TimeoutExpired:
                 self._tracker.kill()
                 self._tracker.wait()
+
+    def _note(self, text: str) -> None:
+        """Say it in the log, and to whoever reads the run's events."""
+        self._say(text)
+        with contextlib.suppress(OSError):
+            log = EventLog(self._folder.events_file(0), self._status.attempt)
+            log.write("message", text=text)
+            log.close()
 
     def _say(self, text: str) -> None:
         print(f"{time.strftime('%H:%M:%S')} {text}", flush=True)

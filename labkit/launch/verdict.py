@@ -26,10 +26,9 @@ def root_cause(
     """
     for end in sorted((e for e in exits if e.code < 0 and e.rank is not None), key=lambda e: e.rank or 0):
         return _error(end.rank, places, signal_text(-end.code), "")
-    for end in exits:
-        if end.name:
-            what = signal_text(-end.code) if end.code < 0 else f"ended with exit code {end.code}"
-            return RunError(message=f"{end.name} {what}; see its log")
+    for end in sorted((e for e in exits if e.name), key=lambda e: e.code >= 0):
+        what = signal_text(-end.code) if end.code < 0 else f"ended with exit code {end.code}"
+        return RunError(message=f"{end.name} {'was ended by SIGTERM' if end.code == 143 else what}")
     own = [error for error in errors.values() if not error.get("is_peer_failure")]
     for error in sorted(own, key=lambda e: float(e.get("t", 0))):
         return _error(int(error["rank"]), places, str(error["message"]), str(error["traceback"]))

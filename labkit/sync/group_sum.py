@@ -60,7 +60,9 @@ class GroupSum(Synchronous):
         """Finish the sums; the learning rate is the server's business."""
         extra = self._buckets.finish()
         self._buckets.divide_(self._record.correction(extra))
-        return self._record.totals(extra)
+        totals = self._record.totals(extra)
+        self._running.count(self._record.num_samples)
+        return totals
 
     def gradient(self) -> Tensor:
         """A copy of the group's mean gradient, clipped; shape (n,)."""

@@ -56,12 +56,14 @@ class Push:
         group: Whose.
         extent: What it was computed on.
         staleness: Version at which it is applied less its base version.
+        share: Its samples over those of the global batch: n / N.
         weight: What its mean gradient is multiplied with.
     """
 
     group: int
     extent: Extent
     staleness: int
+    share: float
     weight: float
 
 
@@ -73,6 +75,7 @@ class Update:
         version: The version that they make.
         pushes: One, or several that could not go alone.
         step: The optimizer step it belongs to: one more than the global batches done before, from 1.
+            Counted as in synchronous training, where the last batch of an epoch may be a partial one.
     """
 
     version: int
@@ -154,16 +157,9 @@ class Ledger:
         own.is_here = False
         return lost
 
-    def expire(self, now: float, limit_s: float) -> list[int]:
-        """Let go of groups that have shown no life for so long."""
-        gone = [
-            index
-            for index, group in enumerate(self._groups)
-            if group.is_here and now - group.seen_at > limit_s
-        ]
-        for group in gone:
-            self.leave(group)
-        return gone
+    def silent(self, now: float, limit_s: float) -> list[int]:
+        """Groups that are here and have shown no life for so long."""
+        return [index for index in self.here if now - self._groups[index].seen_at > limit_s]
 
     @property
     def here(self) -> list[int]:
@@ -177,6 +173,12 @@ class Ledger:
         """Every sample of the run was applied."""
         return self.applied_samples >= self._total
 
+    @property
+    def step(self) -> int:
+        """Global batches that are done."""
+        epoch, rest = divmod(self.applied_samples, self._num_samples)
+        return epoch * -(-self._num_samples // self._batch) + rest // self._batch
+
     def take(self, group: int) -> Extent | None:
         """Give a group its next samples, to be computed on the version that is now.
 
@@ -184,7 +186,8 @@ class Ledger:
             None while there is nothing to give: all is done, or what is left is under way elsewhere.
         """
         own = self._groups[group]
-        place = self._returned_place(own.share)
+        # First a part that waits for this group alone: with bound 0 nothing is applied before it is taken.
+        place = self._parts.pop(group, None) or self._returned_place(own.share)
         if place is None:
             place = self._next_place(own.share) if self._bound != 0 else self._next_part(group)
         if place is None:
@@ -212,7 +215,7 @@ class Ledger:
         return epoch, start, start + count
 
     def _next_part(self, group: int) -> tuple[int, int, int] | None:
-        """With bound 0: this group's part of the global batch, and of the next one when that is applied."""
+        """With bound 0: this group's part of the next global batch, when the one before is applied."""
         is_busy = bool(self._parts) or any(each.under_way for each in self._groups)
         if not is_busy and self._position < self._total:
             epoch, start = divmod(self._position, self._num_samples)
@@ -270,15 +273,14 @@ class Ledger:
 
     def _apply(self, keys: Sequence[tuple[int, int]]) -> Update:
         pushes = []
-        step = self.applied_samples // self._batch + 1
+        step = self.step + 1
         for group, number in keys:
             extent = self._pending.pop((group, number))
             del self._groups[group].under_way[number]
             staleness = self.version - extent.base_version
-            weight = self._share_of_batches(extent)
-            if self._is_weighted:
-                weight /= 1 + staleness
-            pushes.append(Push(group, extent, staleness, weight))
+            share = self._share_of_batches(extent)
+            weight = share / (1 + staleness) if self._is_weighted else share
+            pushes.append(Push(group, extent, staleness, share, weight))
             self.staleness[staleness] += 1
             self.applied_samples += extent.num_samples
         self.version += 1
@@ -313,9 +315,9 @@ class Ledger:
             "num_dropped": self.num_dropped,
         }
 
-    def begin_at(self, step: int, position: int, samples: int) -> None:
+    def begin_at(self, version: int, position: int) -> None:
         """Go on where a synchronous strategy stopped: so many samples into the run, all of them applied."""
-        self.version, self._position, self.applied_samples = step, position, samples
+        self.version, self._position, self.applied_samples = version, position, position
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from there."""

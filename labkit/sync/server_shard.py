@@ -75,6 +75,8 @@ class ServerShard:
             parameter.grad = self._gradient[inside].view_as(parameter)
             offset += parameter.numel()
         self._optimizer, self._index_of = _optimizer_of(model, optimizer_config, self._own)
+        groups = self._optimizer.param_groups if self._optimizer else []
+        self._decays = [float(group["weight_decay"]) for group in groups]
         self._staged: dict[Key, Tensor] = {}
 
     def __len__(self) -> int:
@@ -91,19 +93,28 @@ class ServerShard:
             del self._staged[key]
 
     def apply(self, pushes: Iterable[tuple[Key, float]], learning_rate: float) -> None:
-        """One update from staged gradients, each times its weight; they are forgotten.
+        """One update from staged gradients; they are forgotten.
+
+        Pushes that weigh W together make W of a step, decay included, so that the G pushes of a global batch
+        are as long as one step on it. SGD takes the weighted sum and W of its decay. The steps of LARS and
+        AdamW are as long for a small gradient as for a large one: they take the weighted mean, and W of the
+        learning rate. With W = 1 both are the plain step.
 
         Args:
             pushes: Which, and how much each weighs.
-            learning_rate: Of this update.
+            learning_rate: Of a whole step.
         """
+        pushes = list(pushes)
+        total = sum(weight for _, weight in pushes)
+        is_sgd = isinstance(self._optimizer, torch.optim.SGD)
         self._gradient.zero_()
         for key, weight in pushes:
-            self._gradient.add_(self._staged.pop(key), alpha=weight)
+            self._gradient.add_(self._staged.pop(key), alpha=weight if is_sgd else weight / total)
         if self._optimizer is None:
             return
-        for group in self._optimizer.param_groups:
-            group["lr"] = learning_rate
+        for group, decay in zip(self._optimizer.param_groups, self._decays, strict=True):
+            group["lr"] = learning_rate if is_sgd else learning_rate * total
+            group["weight_decay"] = decay * total if is_sgd else decay
         self._optimizer.step()
 
     def read(self) -> Tensor:
