@@ -168,6 +168,39 @@ def test_a_plan_as_table_figure_and_lines() -> None:
     assert list(plan_figure(unknown, make_plan(unknown)).data[0].x) == [32, 32]
 
 
+# --- groups ------------------------------------------------------------------------------------------------------
+
+
+def test_without_an_asynchronous_strategy_all_are_one_group() -> None:
+    assert make_plan(experiment(FOUR)).groups == ((0, 1, 2, 3),)
+
+
+def test_the_hybrid_groups_like_workers() -> None:
+    plan = make_plan(with_links(experiment(FOUR, 480, sync="hybrid"), 1000.0, 1_300_000))
+    assert (plan.groups, plan.shares) == (((0, 1), (2, 3)), (384, 96))
+    assert plan.why_groups.startswith("4 workers in 2 groups")
+
+
+def test_groups_that_the_links_can_not_carry_are_taken_apart() -> None:
+    # 0.48 s of computing; 3 MB take 0.24 s at 100 Mbit/s, 3.25 times of which a group of two would need
+    plan = make_plan(with_links(experiment(FOUR, 480, sync="hybrid"), 100.0, 3_000_000))
+    assert plan.groups == ((0,), (1,), (2,), (3,))
+    assert plan.why_groups.startswith("every worker for itself: links are too slow for groups")
+
+
+def test_without_profiles_every_node_is_a_group_and_given_groups_come_first() -> None:
+    assert make_plan(from_overrides(["cluster=2x2", "sync=hybrid"])).groups == ((0, 1), (2, 3))
+    assert make_plan(from_overrides(["cluster=2x2", "sync=ssp"])).groups == ((0,), (1,), (2,), (3,))
+    given_groups = from_overrides(["cluster=2x2", "sync=hybrid", "sync.groups=[[0, 3], [1, 2]]"])
+    assert make_plan(given_groups).groups == ((0, 3), (1, 2))
+
+
+def test_a_group_without_samples_is_refused() -> None:
+    idle = [{**one, "local_batch_size": size} for one, size in zip(FOUR, (64, 0, 0, 0), strict=True)]
+    with pytest.raises(ConfigError, match=r"every group must get at least one sample, got none for \[1\]"):
+        make_plan(experiment(idle, sync="ssp"))
+
+
 # --- as a file --------------------------------------------------------------------------------------------------
 
 

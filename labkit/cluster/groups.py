@@ -85,6 +85,10 @@ class LinkModel:
         inside_s = 2 * (local - 1) / local * self._local_s
         return inside_s + 2 * (num_nodes - 1) * (self.latency_s + self._link_s / num_nodes)
 
+    def share_s(self, num_nodes: int) -> float:
+        """Seconds that handing what was pulled to a group's workers on other nodes keeps a link busy."""
+        return math.ceil(math.log2(num_nodes)) * (self.latency_s + self._link_s)
+
     def server_s(self, num_groups: int, num_nodes: int) -> float:
         """Seconds per step that pushes and pulls keep a node's link busy; 0 for one group, which needs none.
 
@@ -106,7 +110,8 @@ class Grouping:
         groups: Ranks of each group, ascending; groups by their lowest rank; shape (G,) of (n,).
         partitions: How each group divides its batch, in the order of its ranks; shape (G,).
         nodes: Nodes that each group spans; shape (G,).
-        sync_s: Seconds per step that each group synchronises; shape (G,).
+        sync_s: Seconds per step that each group keeps its links busy: gradient sums, and beside a server the
+            parameters that its first worker pulls; shape (G,).
         server_s: Seconds per step that pushing and pulling keeps a link busy.
     """
 
@@ -194,7 +199,10 @@ def predict_groups(
         groups=tuple(ordered),
         partitions=tuple(_split([devices[r] for r in ranks], local_batch_size, split) for ranks in ordered),
         nodes=tuple(spanned),
-        sync_s=tuple(link.sync_s(len(ranks), len(own)) for ranks, own in zip(ordered, spanned, strict=True)),
+        sync_s=tuple(
+            _sync_s(link, len(ranks), len(own), len(ordered))
+            for ranks, own in zip(ordered, spanned, strict=True)
+        ),
         server_s=link.server_s(len(ordered), len(set(nodes))),
     )
 
@@ -288,14 +296,14 @@ def _best_runs(
     local_batch_size = _mean_local_batch_size(global_batch_size, len(devices))
     batch = np.zeros((count, count + 1))
     compute_s = np.full((count, count + 1), np.inf)  # of the run from a block up to, not including, another
-    sync_s = np.zeros((count, count + 1))
+    sync_s = np.zeros((count, count + 1))  # among several groups
     for start in range(count):
         for end in range(start + 1, count + 1):
             ranks = [rank for block in blocks[start:end] for rank in block]
             part = _split([devices[rank] for rank in ranks], local_batch_size, split)
             batch[start, end] = part.global_batch_size
             compute_s[start, end] = part.step_time_s
-            sync_s[start, end] = link.sync_s(len(ranks), len({nodes[rank] for rank in ranks}))
+            sync_s[start, end] = _sync_s(link, len(ranks), len({nodes[rank] for rank in ranks}), 2)
     found = []
     for num_groups in range(1, count + 1):
         rates = batch / np.maximum(compute_s, sync_s + link.server_s(num_groups, len(set(nodes))))
@@ -327,6 +335,12 @@ def _best_edges(rates: NDArray[np.float64], num_runs: int) -> list[int]:
     for layer in reversed(starts):
         edges.append(int(layer[edges[-1]]))
     return edges[::-1]
+
+
+def _sync_s(link: LinkModel, num_workers: int, num_nodes: int, num_groups: int) -> float:
+    """Seconds per step that a group keeps its links busy with itself."""
+    share_s = link.share_s(num_nodes) if num_groups > 1 else 0.0
+    return link.sync_s(num_workers, num_nodes) + share_s
 
 
 def _split(devices: Sequence[DeviceModel], local_batch_size: int, split: Split) -> Partition:

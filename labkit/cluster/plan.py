@@ -10,7 +10,7 @@ from typing import Literal
 
 from labkit.cluster.cost import exposed_s, payload_rate
 from labkit.cluster.device_model import DeviceModel
-from labkit.cluster.groups import LinkModel, group_workers
+from labkit.cluster.groups import Grouping, LinkModel, group_workers, predict_groups
 from labkit.cluster.partition import Partition, partition, split_batch
 from labkit.config import AsyncConfig, ClusterConfig, ExperimentConfig, HybridConfig, WorkerConfig
 from labkit.errors import ConfigError
@@ -134,7 +134,7 @@ def make_plan(config: ExperimentConfig) -> Plan:
     workers, devices = workers_of(config.cluster), devices_of(config)
     micro = tuple(_micro_batch_size(worker, config.engine.micro_batch_size) for worker in workers)
     sizes, origin = _split(config, workers, devices)
-    groups, why = _groups(config, devices)
+    groups, why = _groups(config, devices, sizes)
     plan = Plan(tuple(sizes), micro, origin, devices, groups, why)
     for group, share in zip(groups, plan.shares, strict=True):
         if share == 0:
@@ -164,7 +164,7 @@ def _split(
 
 
 def _groups(
-    config: ExperimentConfig, devices: tuple[DeviceModel, ...] | None
+    config: ExperimentConfig, devices: tuple[DeviceModel, ...] | None, sizes: Sequence[int]
 ) -> tuple[tuple[tuple[int, ...], ...], str]:
     """Who synchronises with whom."""
     sync, num_workers = config.sync, config.cluster.num_workers
@@ -182,10 +182,23 @@ def _groups(
         )
         return found, "every node is a group, since not every worker has a profile"
     link = LinkModel(config.cluster.gradient_bytes or 1, payload_rate(config.cluster) or _FAST_MBIT)
-    grouping = group_workers(
-        devices, nodes, config.engine.global_batch_size, link, min_gain=_LEAST_GAIN_OF_A_GROUP
-    )
-    return grouping.groups, grouping.explain()
+    total = config.engine.global_batch_size
+    like = group_workers(devices, nodes, total, link, min_gain=_LEAST_GAIN_OF_A_GROUP)
+    alone = predict_groups([[rank] for rank in range(num_workers)], devices, nodes, total, link)
+    # Like workers belong together, unless the links can't carry their sums beside the servers' traffic.
+    if _rate(like, devices, sizes) * (1 + _LEAST_GAIN_OF_A_GROUP) < _rate(alone, devices, sizes):
+        return alone.groups, f"every worker for itself: links are too slow for groups\n{alone.explain()}"
+    return like.groups, like.explain()
+
+
+def _rate(grouping: Grouping, devices: Sequence[DeviceModel], sizes: Sequence[int]) -> float:
+    """Samples/s of groups with these local batches, traffic hidden behind computing as far as it goes."""
+    rate = 0.0
+    for ranks, sync_s in zip(grouping.groups, grouping.sync_s, strict=True):
+        compute_s = max(devices[rank].time_s(sizes[rank]) for rank in ranks)
+        busy_s = max(compute_s, sync_s + grouping.server_s)
+        rate += sum(sizes[rank] for rank in ranks) / busy_s if busy_s > 0 else 0.0
+    return rate
 
 
 def _micro_batch_size(worker: WorkerConfig, wanted: int | None) -> int | None:

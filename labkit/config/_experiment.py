@@ -343,7 +343,7 @@ class AsyncConfig(Section):
         Annotated[tuple[Annotated[tuple[int, ...], Field(strict=False)], ...], Field(strict=False)] | None
     ) = Field(None, description="ranks of each group; none: chosen")
     staleness_bound: Annotated[int, Field(ge=0)] | None = Field(
-        4, description="most updates between a pull and the push that rests on it; none: any number"
+        8, description="most updates between a pull and the push that rests on it; none: any number"
     )
     is_weighted: bool = Field(True, description="a push of staleness s weighs 1 / (1 + s)")
     is_overlapped: bool = Field(

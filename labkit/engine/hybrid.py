@@ -5,13 +5,13 @@ communication beside compute. What is pushed, when, and how it is applied is our
 `labkit.sync.ledger`.
 """
 
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, replace
 
 import torch
-from torch import Tensor
 
 from labkit.cluster.placement import Placement
 from labkit.comm import Communicator, Rendezvous, Secret, StoreClient
@@ -84,6 +84,8 @@ class HybridTrainer(Trainer):
         self.local_batch_sizes = [self.plan.local_batch_sizes[rank] for rank in place.ranks]
         self.micro_batch_sizes = [self.plan.micro_batch_sizes[rank] for rank in place.ranks]
         self._is_overlapped = config.sync.is_overlapped and config.sync.staleness_bound != 0
+        # Takes are shared in the group beside its gradient sums, by collectives of their own.
+        self._side = comm.duplicate() if self._is_overlapped else comm
         self._next: Future[Taken] | None = None
         self._has_statistics = False
         self._link = self._connect() if comm.rank == 0 else None
@@ -162,45 +164,57 @@ class HybridTrainer(Trainer):
     def _leave(self, what: str) -> str:
         if self._link is not None:
             self._link.leave()
+        if self._next is not None:
+            self._next.result()  # nobody goes while another waits for what this one shares
         return what
 
     # --- take and push -----------------------------------------------------------------------------------
 
     def _take(self) -> Taken:
-        """What to do next, with the parameters in place on every worker of the group."""
-        taken = Taken("stop")
-        if self._link is not None:
-            if not self._is_overlapped:
-                self._link.settle()
-            taken = (self._next or self._link.take()).result()
-            self._next = None
-        if self.comm.world_size > 1:
-            taken = self._share(taken)
-        if taken.parameters is not None and self.comm.rank == 0:
+        """What to do next, with the parameters in place; what comes after it is fetched meanwhile."""
+        if self._link is not None and not self._is_overlapped:
+            self._link.settle()
+        taken = self._next.result() if self._next is not None else self._fetch_next()
+        self._next = None
+        if taken.parameters is not None:
             self._group_sum.parameters.copy_(taken.parameters)
-        if taken.what in ("extent", "evaluate"):
-            self.comm.broadcast_(self._group_sum.parameters)
-        if self._link is not None and self._is_overlapped and taken.extent is not None:
-            self._next = self._link.take()
+        if self._is_overlapped and taken.extent is not None:
+            self._next = _in_background(self._fetch_next)
         return taken
 
-    def _share(self, taken: Taken) -> Taken:
-        """Let the whole group know; shape of what travels: ten whole numbers."""
-        extent = taken.extent
-        numbers = [_WHAT.index(taken.what), taken.number, int(taken.is_evaluated), taken.step, taken.samples]
-        numbers += [extent is not None]
-        numbers += (
-            [extent.number, extent.epoch, extent.start, extent.stop, extent.base_version]
-            if extent
-            else [0] * 5
-        )
-        packed = torch.tensor(numbers, dtype=torch.int64, device=self.device)
-        self.comm.broadcast_(packed)
-        if self.comm.rank == 0:
+    def _fetch_next(self) -> Taken:
+        """Ask the servers, and let the whole group know; all its workers do so together."""
+        taken = self._link.take().result() if self._link is not None else Taken("stop")
+        if self.comm.world_size == 1:
             return taken
+        taken = self._share(taken)
+        if taken.what not in ("extent", "evaluate"):
+            return taken
+        parameters, buffers = taken.parameters, taken.buffers
+        if parameters is None or buffers is None:
+            parameters = torch.empty(self._group_sum.parameters.shape, dtype=self._group_sum.parameters.dtype)
+            buffers = torch.empty_like(flat_buffers(self.model))
+        self._side.broadcast_(parameters)
+        if len(buffers):
+            self._side.broadcast_(buffers)
+        return replace(taken, parameters=parameters, buffers=buffers)
+
+    def _share(self, taken: Taken) -> Taken:
+        """Say in the group what was taken, but for tensors."""
+        extent = taken.extent or Extent(0, 0, 0, 0, 0)
+        numbers = [_WHAT.index(taken.what), taken.number, int(taken.is_evaluated), taken.step, taken.samples]
+        packed = torch.tensor([*numbers, taken.extent is not None, *astuple(extent)], dtype=torch.int64)
+        self._side.broadcast_(packed)
         what, number, is_evaluated, step, samples, has_extent, *rest = packed.tolist()
-        return Taken(
-            _WHAT[what], number, Extent(*rest) if has_extent else None, bool(is_evaluated), step, samples
+        own = Extent(*rest) if has_extent else None
+        return replace(
+            taken,
+            what=_WHAT[what],
+            number=number,
+            extent=own,
+            is_evaluated=bool(is_evaluated),
+            step=step,
+            samples=samples,
         )
 
     def _compute_taken(self, taken: Taken, began_at: float, waited_s: float) -> StepTotals:
@@ -220,26 +234,33 @@ class HybridTrainer(Trainer):
             self._link.push(extent.number, self._group_sum.gradient(), figures, buffers)
         return totals
 
-    def _taken_buffers(self, taken: Taken) -> Tensor:
-        """The running statistics of all groups that came along, on every worker of this one."""
-        buffers = flat_buffers(self.model) if taken.buffers is None else taken.buffers
-        buffers = buffers.to(self.device)
-        if len(buffers):
-            self.comm.broadcast_(buffers)
-        return buffers.cpu()
-
     def _take_statistics(self, taken: Taken) -> None:
         """Begin with the running statistics of all groups: this one may have come late, or again."""
-        if taken.what in ("extent", "evaluate"):
-            set_buffers(self.model, self._taken_buffers(taken))
+        if taken.buffers is not None:
+            set_buffers(self.model, taken.buffers)
             self._has_statistics = True
 
     def _evaluate_taken(self, taken: Taken) -> None:
         """Evaluate the parameters and running statistics that came along."""
+        assert taken.buffers is not None
         own = flat_buffers(self.model)
-        set_buffers(self.model, self._taken_buffers(taken))
+        set_buffers(self.model, taken.buffers)
         with torch.no_grad():
             values = self._evaluate()
         set_buffers(self.model, own)
         if self._link is not None:
             self._link.evaluated(values, taken)
+
+
+def _in_background(function: Callable[[], Taken]) -> "Future[Taken]":
+    """Run a function in a thread that keeps no process alive: it may wait for a worker that is gone."""
+    future: Future[Taken] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(function())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="labkit-fetch", daemon=True).start()
+    return future
