@@ -39,7 +39,7 @@ def measure(say: Callable[[str], None]) -> Report:
     warm_up()
     report = Report("hybrid")
     for mbit in _RATES:
-        base = _probed(_base(mbit, batch=480, padding_s=0.6))
+        base = _probed(_base(mbit, batch=500, padding_s=0.625))
         with build(base.cluster) as network:
             check_links(network, say)
         _add_throughput(report, base, "" if mbit == _RATES[0] else f"_{mbit:g}mbit", say)
