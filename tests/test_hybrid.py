@@ -154,7 +154,7 @@ def test_with_bound_0_it_is_the_algorithm_of_allreduce(runs: Path, sync: list[st
 @pytest.mark.parametrize(
     ("sync", "bound"),
     [
-        (["sync=hybrid"], 4),
+        (["sync=hybrid"], 8),
         (["sync=ssp", "sync.staleness_bound=1", "optimizer.learning_rate=0.03"], 1),
         (["sync=async_parameter_server", "optimizer.learning_rate=0.03"], 10**6),
     ],
