@@ -87,6 +87,7 @@ class Series:
         total_steps: Steps the run will have; None until a worker has started.
         attempt: The newest attempt; a resume is a new one.
         started_at: When the newest attempt started, seconds since 1970.
+        staleness: Pushes by their staleness, under an asynchronous strategy that has ended.
     """
 
     title: str = ""
@@ -97,6 +98,7 @@ class Series:
     total_steps: int | None = None
     attempt: int = 0
     started_at: float | None = None
+    staleness: dict[int, int] = field(default_factory=dict)
 
     @property
     def step(self) -> int:
@@ -160,6 +162,8 @@ class SeriesReader:
             for name, line in worker.times.items():
                 if event.get(name) is not None:
                     line.add(event["step"], event[name])
+        elif kind == "staleness":
+            self.series.staleness = {int(value): count for value, count in event["counts"].items()}
         elif kind in ("metrics", "eval", "shares") and worker.rank == 0:
             self._take_values(event, is_step=kind == "metrics")
 

@@ -59,6 +59,15 @@ def _text(cell: Cell) -> str:
     return f"{cell:,.0f}" if abs(cell) >= 1000 else f"{cell:.4g}"
 
 
+def staleness(series: Series) -> Table:
+    """Pushes by the number of updates between their pull and themselves."""
+    total = sum(series.staleness.values())
+    rows: list[tuple[Cell, ...]] = [
+        (str(value), str(count), f"{count / total:.1%}") for value, count in sorted(series.staleness.items())
+    ]
+    return Table("Staleness", ("updates between", "pushes", "share"), tuple(rows))
+
+
 def shares(series: Series) -> Table:
     """Samples of each worker per step, at the start and after every change."""
     ranks = sorted(series.workers)

@@ -3,16 +3,19 @@
 from labkit.lab.heterogeneity._plan_view import diff_table, doubts, plan_figure, plan_lines, plan_table
 from labkit.lab.heterogeneity._probe import Probe, WorkerProbe, probe, read_probe
 from labkit.lab.heterogeneity._probe_view import link_table, profile_table, profiles
-from labkit.lab.heterogeneity._study import RUNS, Result, Study, record
-from labkit.lab.heterogeneity._study_view import speeds, step_times, table
+from labkit.lab.heterogeneity._study import COMPARED, RUNS, Result, Study, record
+from labkit.lab.heterogeneity._study_view import accuracies, accuracy_table, speeds, step_times, table
 from labkit.lab.heterogeneity._what_if import what_if
 
 __all__ = [
+    "COMPARED",
     "RUNS",
     "Probe",
     "Result",
     "Study",
     "WorkerProbe",
+    "accuracies",
+    "accuracy_table",
     "diff_table",
     "doubts",
     "link_table",

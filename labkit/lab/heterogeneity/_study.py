@@ -12,10 +12,13 @@ from labkit.cluster.plan import make_plan, predict
 from labkit.config import ExperimentConfig, from_overrides, from_parameters
 from labkit.errors import ConfigError
 from labkit.lab._values import json_safe
+from labkit.lab.failure import raise_if_failed
 from labkit.lab.heterogeneity._probe import Probe, probe
 from labkit.lab.report import Verdict
 from labkit.lab.scaling import Point, run_point
 from labkit.lab.scaling._study import NEVER, emulated_or_loopback
+from labkit.lab.series import read_series
+from labkit.launch import start
 from labkit.runfolder import find_run, runs_root, write_atomically
 
 AIM_OF_LIMIT = 0.95
@@ -29,6 +32,14 @@ RUNS: dict[str, dict[str, Any]] = {
 """What is trained, in this order; "throttled" slows one worker down from the middle of the run on."""
 
 
+COMPARED: dict[str, dict[str, Any]] = {
+    "allreduce, equal split": {"sync": "allreduce", "shares.name": "even"},
+    "hierarchical, planned": {"sync": "hierarchical", "shares.name": "planned"},
+    "hybrid, planned": {"sync": "hybrid", "shares.name": "planned"},
+}
+"""What is trained to see accuracy against time."""
+
+
 @dataclass(frozen=True)
 class Study:
     """What is compared.
@@ -38,22 +49,24 @@ class Study:
         throttled_rank: The worker that slows down.
         throttle_factor: How many times as long it then takes.
         remark: Whether links are shaped, in words.
+        hybrid_learning_rate: Of the hybrid, whose stale pushes weigh less.
     """
 
     base: ExperimentConfig
     throttled_rank: int
     throttle_factor: float
     remark: str
+    hybrid_learning_rate: float = 0.1
 
     @classmethod
     def from_parameters(cls, namespace: Mapping[str, Any]) -> "Study":
-        """From a notebook's parameters cell: `throttled_rank`, `throttle_factor`; every other name as in
-        `labkit.from_parameters`.
+        """From a notebook's parameters cell: `throttled_rank`, `throttle_factor`, `hybrid_learning_rate`;
+        every other name as in `labkit.from_parameters`.
 
         Raises:
             ConfigError: an unknown name or a bad value.
         """
-        own = ("throttled_rank", "throttle_factor")
+        own = ("throttled_rank", "throttle_factor", "hybrid_learning_rate")
         others = {name: value for name, value in namespace.items() if name not in own}
         quiet = {"engine.eval_every_steps": NEVER, "engine.checkpoint_every_steps": NEVER}
         base = from_parameters(others, defaults=quiet)
@@ -66,7 +79,7 @@ class Study:
         if factor <= 0:
             raise ConfigError(f"throttle_factor must be above 0, got {factor}. 3 is three times as slow.")
         placed, remark = emulated_or_loopback(base, base)
-        return cls(placed, int(rank), float(factor), remark)
+        return cls(placed, int(rank), float(factor), remark, float(namespace["hybrid_learning_rate"]))
 
     def probe(self) -> Probe:
         """Measure the cluster, unless an equal probe has finished before."""
@@ -116,6 +129,30 @@ class Study:
             self.throttled_from,
             self.remark,
         )
+
+    def compare(self, found: Probe, say: Callable[[str], object] = print) -> dict[str, str]:
+        """Train what has not been trained before, evaluated after every epoch.
+
+        Returns:
+            Keys of the runs by the names of `COMPARED`.
+
+        Raises:
+            RunFailed: a run did not finish.
+        """
+        keys = {}
+        for name, changes in COMPARED.items():
+            config = from_overrides({**changes, "engine.eval_every_steps": None}, base=self.planned(found))
+            if config.sync.name == "hybrid":
+                config = from_overrides({"optimizer.learning_rate": self.hybrid_learning_rate}, base=config)
+            run = start(config)
+            try:
+                run.wait()
+            finally:
+                run.stop()  # of use only when the waiting was interrupted
+            raise_if_failed(run)
+            keys[name] = run.key
+            say(f"{name}: accuracy {read_series(run).last('val/accuracy') or 0.0:.3f} at the end")
+        return keys
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,14 @@
 """A study of unlike devices as figures and a table."""
 
+from collections.abc import Mapping
+
 import plotly.graph_objects as go
+from plotly.subplots import make_subplots
 
 from labkit.lab.figures import TEMPLATE
 from labkit.lab.heterogeneity._study import Result
 from labkit.lab.tables import Cell, Table
+from labkit.runfolder import find_run
 
 _PENS = {
     "equal split": ("#999999", "dot"),
@@ -57,6 +61,61 @@ def step_times(result: Result) -> go.Figure:
     _title(figure, "Time of a step", "without step 1", 420)
     figure.update_layout(margin={"b": 90})
     return figure
+
+
+_COMPARED_PENS = {
+    "allreduce, equal split": ("#999999", "dot", "square"),
+    "hierarchical, planned": ("#0072B2", "solid", "circle"),
+    "hybrid, planned": ("#D55E00", "dash", "diamond"),
+}
+
+
+def accuracies(keys: Mapping[str, str]) -> go.Figure:
+    """Accuracy on the held-out samples against samples, and against seconds since the first step."""
+    panels = ["<b>After as many samples</b>", "<b>After as much time</b>"]
+    figure = make_subplots(rows=1, cols=2, shared_yaxes=True, horizontal_spacing=0.06, subplot_titles=panels)
+    for name, key in keys.items():
+        color, dash, symbol = _COMPARED_PENS.get(name, ("#222222", "solid", "x"))
+        for col, points in enumerate(_accuracy_points(key), start=1):
+            unit = "samples" if col == 1 else "s"
+            figure.add_scatter(
+                x=[x for x, _ in points], y=[y for _, y in points], name=name, legendgroup=name,
+                showlegend=col == 1, mode="lines+markers", line={"color": color, "dash": dash},
+                marker={"symbol": symbol}, row=1, col=col,
+                hovertemplate=f"{name}<br>%{{x:,.4g}} {unit}: %{{y:.3f}}<extra></extra>",
+            )  # fmt: skip
+    figure.update_xaxes(title_text="samples", rangemode="tozero", row=1, col=1)
+    figure.update_xaxes(title_text="seconds", rangemode="tozero", row=1, col=2)
+    figure.update_yaxes(title_text="accuracy", row=1, col=1)
+    legend = {"orientation": "h", "x": 0, "y": 0.01, "yref": "container", "yanchor": "bottom"}
+    figure.update_layout(template=TEMPLATE, height=440, legend=legend, margin={"t": 60, "b": 100})
+    return figure
+
+
+def _accuracy_points(key: str) -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
+    """Accuracy by samples, and by seconds since the first step began."""
+    folder = find_run(key)
+    metrics = folder.history(0, ("metrics",))
+    began_at = metrics[0]["t"] - metrics[0]["values"]["perf/step_ms"] / 1e3
+    evals = [
+        event for event in folder.history(0, ("eval",)) if event["values"].get("val/accuracy") is not None
+    ]
+    values = [event["values"]["val/accuracy"] for event in evals]
+    samples = [(float(event["samples"]), value) for event, value in zip(evals, values, strict=True)]
+    seconds = [(event["t"] - began_at, value) for event, value in zip(evals, values, strict=True)]
+    return samples, seconds
+
+
+def accuracy_table(keys: Mapping[str, str]) -> Table:
+    """Accuracy at the end, and seconds to get within one point of the best run's."""
+    points = {name: _accuracy_points(key)[1] for name, key in keys.items()}
+    best = max((value for own in points.values() for _, value in own), default=0.0)
+    rows: list[tuple[Cell, ...]] = []
+    for name, own in points.items():
+        reached = next((seconds for seconds, value in own if value >= best - 0.01), None)
+        rows.append((name, own[-1][1] if own else None, own[-1][0] if own else None, reached))
+    columns = ("run", "accuracy at the end", "seconds", f"seconds to {best - 0.01:.3f}")
+    return Table("Accuracy", columns, tuple(rows))
 
 
 def _title(figure: go.Figure, title: str, subtitle: str, height: int) -> None:
