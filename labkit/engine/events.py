@@ -20,8 +20,8 @@ Every event has `t` (seconds since 1970), `kind` and `attempt`. Kinds:
 Names in `values`: train/loss, train/accuracy, val/loss, val/accuracy, optim/learning_rate,
 perf/samples_per_s, perf/step_ms, perf/compute_ms, perf/node_ms, perf/communicate_ms, perf/wait_ms,
 perf/data_ms (means over workers); under an asynchronous strategy async/staleness, async/pushes,
-async/dropped, async/repeated, async/groups. A number that is not finite is written as null and named in `nonfinite`:
-{"train/loss": "nan"}.
+async/dropped, async/repeated, async/groups. A number that is not finite is written as null and named in
+`nonfinite`: {"train/loss": "nan"}.
 """
 
 import json

@@ -26,6 +26,8 @@ from labkit.sync.group_sum import GroupSum
 from labkit.sync.ledger import Extent
 from labkit.sync.server_shard import shard_borders, trained
 
+_CARE = 1.5  # a fetch may take so many times as long as lately
+_MARGIN_S = 0.005
 _WHAT = ("extent", "evaluate", "done", "stop", "gone")
 
 
@@ -87,6 +89,7 @@ class HybridTrainer(Trainer):
         # Takes are shared in the group beside its gradient sums, by collectives of their own.
         self._side = comm.duplicate() if self._is_overlapped else comm
         self._next: Future[Taken] | None = None
+        self._compute_s = self._fetch_s = 0.0  # what both took lately
         self._has_statistics = False
         self._link = self._connect() if comm.rank == 0 else None
 
@@ -179,7 +182,19 @@ class HybridTrainer(Trainer):
         if taken.parameters is not None:
             self._group_sum.parameters.copy_(taken.parameters)
         if self._is_overlapped and taken.extent is not None:
-            self._next = _in_background(self._fetch_next)
+            self._next = _in_background(self._fetch_in_time)
+        return taken
+
+    def _fetch_in_time(self) -> Taken:
+        """Fetch so that it is done when the computing that goes on now is, and not much before.
+
+        What is pulled later knows more of the others' pushes, and of this group's own.
+        """
+        if self._link is not None:
+            time.sleep(max(0.0, self._compute_s - _CARE * self._fetch_s - _MARGIN_S))
+        began_at = time.perf_counter()
+        taken = self._fetch_next()
+        self._fetch_s = _smoothed(self._fetch_s, time.perf_counter() - began_at)
         return taken
 
     def _fetch_next(self) -> Taken:
@@ -227,6 +242,7 @@ class HybridTrainer(Trainer):
         self._batch_size = len(batch)
         self.progress = Progress(taken.step + 1, self.progress.samples + len(batch))
         parts_s = self._say_step(totals, data_s, samples, waited_s)
+        self._compute_s = _smoothed(self._compute_s, time.perf_counter() - began_at - waited_s)
         with self._group_sum.merged_buffers():
             buffers = flat_buffers(self.model)
         if self._link is not None:
@@ -250,6 +266,11 @@ class HybridTrainer(Trainer):
         set_buffers(self.model, own)
         if self._link is not None:
             self._link.evaluated(values, taken)
+
+
+def _smoothed(old: float, new: float) -> float:
+    """A mean that forgets; a longer time counts at once, a shorter one slowly."""
+    return new if new > old else 0.8 * old + 0.2 * new
 
 
 def _in_background(function: Callable[[], Taken]) -> "Future[Taken]":
