@@ -56,7 +56,6 @@ from labkit.sync.server_shard import Key, ServerShard, flat_parameters, shard_bo
 from labkit.tasks import build_model, load_data
 
 _POLL_S = 0.2
-_LONGEST_TURN_S = 1.0  # what a turn of the coordinator's loop counts for in the groups' silence
 _GOODBYE_S = 5.0
 EXIT_STOPPED = 143
 
@@ -352,10 +351,10 @@ class Coordinator:
 
     def _let_go(self) -> None:
         """Let go of silent groups. A long turn of this loop is not their silence."""
+        limit_s = self._sync.heartbeat_timeout_s
         turn_s = time.monotonic() - self._turn_at
         self._turn_at += turn_s
-        self._now += min(turn_s, _LONGEST_TURN_S)
-        limit_s = self._sync.heartbeat_timeout_s
+        self._now += min(turn_s, max(_POLL_S, limit_s / 4))
         for group in self._ledger.silent(self._now, limit_s):
             self._lose(group, f"showed no life for {limit_s:g} s")
 
