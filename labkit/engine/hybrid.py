@@ -185,10 +185,10 @@ class HybridTrainer(Trainer):
         return taken
 
     def _share(self, taken: Taken) -> Taken:
-        """Let the whole group know; shape of what travels: ten whole numbers."""
+        """Let the whole group know; what travels are whole numbers, seconds as microseconds."""
         extent = taken.extent
         numbers = [_WHAT.index(taken.what), taken.number, int(taken.is_evaluated), taken.step, taken.samples]
-        numbers += [extent is not None]
+        numbers += [round(1e6 * taken.pull_s), extent is not None]
         numbers += (
             [extent.number, extent.epoch, extent.start, extent.stop, extent.base_version]
             if extent
@@ -198,10 +198,9 @@ class HybridTrainer(Trainer):
         self.comm.broadcast_(packed)
         if self.comm.rank == 0:
             return taken
-        what, number, is_evaluated, step, samples, has_extent, *rest = packed.tolist()
-        return Taken(
-            _WHAT[what], number, Extent(*rest) if has_extent else None, bool(is_evaluated), step, samples
-        )
+        what, number, is_evaluated, step, samples, pull_us, has_extent, *rest = packed.tolist()
+        given = Extent(*rest) if has_extent else None
+        return Taken(_WHAT[what], number, given, bool(is_evaluated), step, samples, pull_us / 1e6)
 
     def _compute_taken(self, taken: Taken, began_at: float, waited_s: float) -> StepTotals:
         extent = taken.extent
@@ -212,7 +211,8 @@ class HybridTrainer(Trainer):
         totals = self.strategy.end_step(0.0)
         self._batch_size = len(batch)
         self.progress = Progress(taken.step + 1, self.progress.samples + len(batch))
-        parts_s = self._say_step(totals, data_s, samples, waited_s)
+        fetched_s = min(waited_s, taken.pull_s)
+        parts_s = self._say_step(totals, data_s, samples, fetched_s=fetched_s, held_s=waited_s - fetched_s)
         with self._group_sum.merged_buffers():
             buffers = flat_buffers(self.model)
         if self._link is not None:

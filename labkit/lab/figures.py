@@ -72,6 +72,14 @@ def shares(series: Series) -> go.Figure:
     return _with_axes(figure, "step", "samples", is_from_zero=True)
 
 
+def staleness(series: Series) -> go.Figure:
+    """How stale the pushes to the parameter servers were: updates between pull and push."""
+    figure = _figure("Staleness of pushes", f"updates between pull and push; {_extent(series)}")
+    _add(figure, _traces.staleness_bars(series))
+    figure.update_xaxes(dtick=1 if len(series.staleness) <= 20 else None)
+    return _with_axes(figure, "staleness", "pushes", is_from_zero=True)
+
+
 def step_time(series: Series) -> go.Figure:
     """What a step's time is made of, by step: mean over workers, stacked."""
     figure = _figure("Time of a step", f"mean over workers, without step 1; {_extent(series)}")

@@ -85,6 +85,7 @@ class Series:
         clock: Seconds since 1970 at each step.
         workers: By rank.
         total_steps: Steps the run will have; None until a worker has started.
+        staleness: Pushes so far by their staleness; {} but under an asynchronous strategy.
         attempt: The newest attempt; a resume is a new one.
         started_at: When the newest attempt started, seconds since 1970.
     """
@@ -95,6 +96,7 @@ class Series:
     clock: Line = field(default_factory=Line)
     workers: dict[int, WorkerSeries] = field(default_factory=dict)
     total_steps: int | None = None
+    staleness: dict[int, int] = field(default_factory=dict)
     attempt: int = 0
     started_at: float | None = None
 
@@ -160,6 +162,8 @@ class SeriesReader:
             for name, line in worker.times.items():
                 if event.get(name) is not None:
                     line.add(event["step"], event[name])
+        elif kind == "staleness":
+            self.series.staleness = {int(value): count for value, count in event["counts"].items()}
         elif kind in ("metrics", "eval", "shares") and worker.rank == 0:
             self._take_values(event, is_step=kind == "metrics")
 

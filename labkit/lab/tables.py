@@ -70,6 +70,13 @@ def shares(series: Series) -> Table:
     return Table("Shares of a batch", columns, tuple(rows))
 
 
+def staleness(series: Series) -> Table:
+    """Pushes to the parameter servers by their staleness, and what part of all they are."""
+    total = sum(series.staleness.values())
+    rows = [(str(value), count, count / total) for value, count in sorted(series.staleness.items())]
+    return Table("Staleness: updates between pull and push", ("staleness", "pushes", "fraction"), tuple(rows))
+
+
 def _size(value: float | None) -> str:
     return "-" if value is None else f"{value:.0f}"
 
