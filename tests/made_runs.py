@@ -80,6 +80,10 @@ class MadeRun:
         values = {"val/loss": 2.4 * math.exp(-step / 30), "val/accuracy": 1 - math.exp(-step / 35)}
         self._logs[0].write("eval", step=step, epoch=0, samples=64 * step, values=values)
 
+    def say_staleness(self, step: int, counts: dict[str, int]) -> None:
+        """What the coordinator of the parameter servers writes."""
+        self._logs[0].write("staleness", step=step, counts=counts, repeated=0, dropped=0, refused={})
+
     def set_state(self, state: RunState, **fields: Any) -> None:
         """What the supervisor writes; the owner is this process, so the run counts as alive."""
         now = time.time()

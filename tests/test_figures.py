@@ -72,6 +72,17 @@ def test_loss_shows_every_step_and_every_evaluation(series: Series) -> None:
     assert list(val.x) == [10, 20, 30, 40, 50, 60]
 
 
+def test_staleness_is_counted_in_figure_table_and_report(runs: Path) -> None:
+    made = MadeRun(runs, total_steps=10).start().steps(1, 10)
+    made.say_staleness(10, {"0": 6, "1": 3, "4": 3})
+    series = read_series(made.folder)
+    (bars,) = figures.staleness(series).data
+    assert (list(bars.x), list(bars.y)) == ([0, 1, 4], [6, 3, 3])
+    assert tables.staleness(series).rows == (("0", 6, 0.5), ("1", 3, 0.25), ("4", 3, 0.25))
+    assert _num_drawn(write_report(made.folder).read_text()) == len(tables.ALL) + 1
+    assert "no step is done yet" in figures.staleness(Series()).layout.title.subtitle.text
+
+
 def test_parts_of_a_step_stack_up_to_its_time(series: Series) -> None:
     bars = [trace for trace in figures.step_time(series).data if trace.type == "bar"]
     heights = [sum(values) for values in zip(*(bar.y for bar in bars), strict=True)]

@@ -17,6 +17,8 @@ from torch import Tensor
 import labkit
 from labkit.cluster.plan import make_plan
 from labkit.engine import checkpoint
+from labkit.errors import ConfigError
+from labkit.lab.series import read_series
 from labkit.launch import Run
 from labkit.runfolder import RunState, RunStatus
 
@@ -189,6 +191,21 @@ def test_a_worker_says_how_it_spends_its_time_and_at_which_step(runs: Path) -> N
         assert steps == sorted(steps)
 
 
+def test_a_worker_that_is_held_up_says_that_it_waits(runs: Path) -> None:
+    slow = "cluster={nodes: [{name: a, workers: [{}]}, {name: b, workers: [{speed: 0.25}]}]}"
+    run = _finish(
+        slow, "sync=ssp", "sync.staleness_bound=1", "engine.max_steps=16", "engine.step_padding_s=0.02",
+        "shares.name=even",
+    )  # fmt: skip
+    spent = {
+        part: [sum(event[f"{part}_s"] for event in _events(run, rank, "step")) for rank in range(2)]
+        for part in ("compute", "communicate", "wait")
+    }
+    assert spent["wait"][0] > spent["compute"][0]  # four times as fast, and may be one version ahead
+    assert spent["wait"][1] < 0.3 * spent["compute"][1]
+    assert spent["communicate"][0] < spent["wait"][0]
+
+
 # --- lost groups ---------------------------------------------------------------------------------------
 
 
@@ -331,6 +348,27 @@ def test_a_lost_server_that_may_not_come_back_ends_the_run_and_is_named(runs: Pa
     _assert_nothing_left(run)
 
 
+# --- what is refused before anything starts ------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (["sync.groups=[[0,1],[2]]"], "sync.groups must have each of the 4 workers once, got [0, 1, 2]"),
+        (["sync.groups=[[0,1],[1,2,3]]"], "sync.groups must have each worker once, got worker 1 twice"),
+        (["sync.groups=[[0,1,2,3],[]]"], "sync.groups must have at least one worker each, got an empty one"),
+        (["sync.staleness_bound=-1"], "sync.staleness_bound must be at least 0, got -1"),
+        (["launch.launcher=elastic"], "launch.launcher must be 'local' with sync.name 'hybrid'"),
+        ([UNEQUAL, "sync.groups=[[0,2],[1]]"], "every group must get at least one sample, got none for [1]"),
+    ],
+)
+def test_bad_input_is_one_line_before_anything_starts(runs: Path, overrides: list[str], told: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        _start("sync=hybrid", *overrides)
+    assert told in str(caught.value) and "\n" not in str(caught.value)
+    assert list(runs.iterdir()) == []
+
+
 # --- stop and resume -----------------------------------------------------------------------------------
 
 
@@ -352,8 +390,10 @@ def test_a_stopped_run_goes_on_and_applies_every_sample_once(runs: Path) -> None
     _assert_whole(again)
     steps = [event["step"] for event in again.folder.history()]
     assert steps == sorted(set(steps)) and steps[-1] == 72
-    series = labkit.read_series(again) if hasattr(labkit, "read_series") else None
-    assert series is None or series.line("train/loss").steps == steps
+    assert read_series(again).line("train/loss").steps == steps
+    assert (
+        sum(read_series(again).staleness.values()) >= _newest(again)["ledger"]["version"]
+    )  # several make one
 
 
 @pytest.mark.parametrize(("first", "then"), [("hybrid", "allreduce"), ("allreduce", "hybrid")])

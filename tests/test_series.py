@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from labkit.engine.events import EventLog
 from labkit.errors import ConfigError
 from labkit.lab.progress import clock_text, progress_line, progress_of, wait_with_lines
 from labkit.lab.series import Line, Series, SeriesReader, read_series
@@ -34,6 +35,23 @@ def _line(values: list[float | None]) -> Line:
 
 
 # --- reading ---------------------------------------------------------------------------------------
+
+
+def test_the_newest_staleness_counts(runs: Path) -> None:
+    made = MadeRun(runs).start().steps(1, 10)
+    assert read_series(made.folder).staleness == {}
+    made.say_staleness(10, {"0": 3})
+    made.say_staleness(20, {"0": 5, "2": 1})
+    assert read_series(made.folder).staleness == {0: 5, 2: 1}
+
+
+def test_a_message_before_the_start_of_an_attempt_does_not_wipe_out_the_one_before(runs: Path) -> None:
+    made = MadeRun(runs).start().steps(1, 10)
+    log = EventLog(made.folder.events_file(0), 2)
+    log.write("message", text="group 1 joined at version 20")
+    log.close()
+    made.start(start_step=8).steps(9, 12)
+    assert read_series(made.folder).line("train/loss").steps == list(range(1, 13))
 
 
 def test_reads_metrics_of_rank_0_and_step_times_of_all_workers(runs: Path) -> None:

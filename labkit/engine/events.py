@@ -12,16 +12,20 @@ Every event has `t` (seconds since 1970), `kind` and `attempt`. Kinds:
     checkpoint  step, file, size_bytes, save_s                                            rank 0
     shares      step (the last one with the old ones), values {"shares/rank00": local batch size, ...}: the
                 rebalancer changed them                                                   rank 0
-    staleness   counts {staleness: pushes}, repeated, dropped, refused                at the end, rank 0
+    staleness   step, counts {staleness: pushes so far}, repeated (pushes that came again), dropped (that a
+                lost group had under way), refused {reason: messages}; by the coordinator of the
+                parameter servers, after every evaluation and in the end          rank 0
     message     text                                                        anything worth a line
     end         step, resident_bytes, node_sent_bytes (by the first worker of each node, over its link);
                 both right after the last step, before the evaluation and the checkpoint that follow it
 
 Names in `values`: train/loss, train/accuracy, val/loss, val/accuracy, optim/learning_rate,
 perf/samples_per_s, perf/step_ms, perf/compute_ms, perf/node_ms, perf/communicate_ms, perf/wait_ms,
-perf/data_ms (means over workers); under an asynchronous strategy async/staleness, async/pushes,
-async/dropped, async/repeated, async/groups. A number that is not finite is written as null and named in
-`nonfinite`: {"train/loss": "nan"}.
+perf/data_ms (means over workers; under an asynchronous strategy over pushes). There also async/staleness
+(mean since the last event), async/pushes, async/dropped, async/repeated and async/groups (that are here),
+and a worker's `step` is the global batch that was under way when it got its samples: it may have several of
+one number. A number that is not finite is written as null and named in `nonfinite`:
+{"train/loss": "nan"}.
 """
 
 import json

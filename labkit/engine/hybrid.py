@@ -215,12 +215,13 @@ class HybridTrainer(Trainer):
         return replace(taken, parameters=parameters, buffers=buffers)
 
     def _share(self, taken: Taken) -> Taken:
-        """Say in the group what was taken, but for tensors."""
+        """Say in the group what was taken, but for tensors; seconds travel as microseconds."""
         extent = taken.extent or Extent(0, 0, 0, 0, 0)
         numbers = [_WHAT.index(taken.what), taken.number, int(taken.is_evaluated), taken.step, taken.samples]
-        packed = torch.tensor([*numbers, taken.extent is not None, *astuple(extent)], dtype=torch.int64)
+        numbers += [round(1e6 * taken.pull_s), taken.extent is not None, *astuple(extent)]
+        packed = torch.tensor(numbers, dtype=torch.int64)
         self._side.broadcast_(packed)
-        what, number, is_evaluated, step, samples, has_extent, *rest = packed.tolist()
+        what, number, is_evaluated, step, samples, pull_us, has_extent, *rest = packed.tolist()
         own = Extent(*rest) if has_extent else None
         return replace(
             taken,
@@ -230,6 +231,7 @@ class HybridTrainer(Trainer):
             is_evaluated=bool(is_evaluated),
             step=step,
             samples=samples,
+            pull_s=pull_us / 1e6,
         )
 
     def _compute_taken(self, taken: Taken, began_at: float, waited_s: float) -> StepTotals:
@@ -241,7 +243,8 @@ class HybridTrainer(Trainer):
         totals = self.strategy.end_step(0.0)
         self._batch_size = len(batch)
         self.progress = Progress(taken.step + 1, self.progress.samples + len(batch))
-        parts_s = self._say_step(totals, data_s, samples, waited_s)
+        fetched_s = min(waited_s, taken.pull_s)
+        parts_s = self._say_step(totals, data_s, samples, fetched_s=fetched_s, held_s=waited_s - fetched_s)
         self._compute_s = _smoothed(self._compute_s, time.perf_counter() - began_at - waited_s)
         with self._group_sum.merged_buffers():
             buffers = flat_buffers(self.model)

@@ -56,7 +56,6 @@ from labkit.sync.server_shard import Key, ServerShard, flat_parameters, shard_bo
 from labkit.tasks import build_model, load_data
 
 _POLL_S = 0.2
-_LONGEST_TURN_S = 1.0  # what a turn of the coordinator's loop counts for in the groups' silence
 _GOODBYE_S = 5.0
 EXIT_STOPPED = 143
 
@@ -352,10 +351,10 @@ class Coordinator:
 
     def _let_go(self) -> None:
         """Let go of silent groups. A long turn of this loop is not their silence."""
+        limit_s = self._sync.heartbeat_timeout_s
         turn_s = time.monotonic() - self._turn_at
         self._turn_at += turn_s
-        self._now += min(turn_s, _LONGEST_TURN_S)
-        limit_s = self._sync.heartbeat_timeout_s
+        self._now += min(turn_s, max(_POLL_S, limit_s / 4))
         for group in self._ledger.silent(self._now, limit_s):
             self._lose(group, f"showed no life for {limit_s:g} s")
 
@@ -365,9 +364,7 @@ class Coordinator:
     def _end(self) -> None:
         if self._saved_at != self._step:
             self._save()
-        self._log.write("staleness", counts={str(k): v for k, v in sorted(self._ledger.staleness.items())},
-                        repeated=self._ledger.num_repeated, dropped=self._ledger.num_dropped,
-                        refused=dict(self._messages.num_refused))  # fmt: skip
+        self._say_staleness()
         for client in self._others:
             with contextlib.suppress(LabkitError):
                 client.receive(client.send("quit"), _GOODBYE_S)
@@ -467,6 +464,7 @@ class Coordinator:
             "eval", step=self._evaluated_at, epoch=round(samples / self._num_samples, 6), samples=samples,
             values=dict(header["values"]),
         )  # fmt: skip
+        self._say_staleness()
         self._messages.reply(message)
 
     def _on_commit(self, message: Message, group: int) -> None:
@@ -513,6 +511,13 @@ class Coordinator:
         sums.staleness += push.staleness
         if message.tensors and len(self._buffers):
             self._buffers.lerp_(message.tensors[0].to(self._buffers.dtype), min(1.0, push.share))
+
+    def _say_staleness(self) -> None:
+        counts = {str(value): count for value, count in sorted(self._ledger.staleness.items())}
+        self._log.write(
+            "staleness", step=self._step, counts=counts, repeated=self._ledger.num_repeated,
+            dropped=self._ledger.num_dropped, refused=dict(self._messages.num_refused),
+        )  # fmt: skip
 
     def _say_metrics(self, rate: float) -> None:
         sums, now = self._sums, time.perf_counter()

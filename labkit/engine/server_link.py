@@ -32,6 +32,7 @@ class Taken:
         is_evaluated: Evaluate the parameters that came along first.
         step: Global batches that are done.
         samples: Samples that are applied.
+        pull_s: Seconds from asking, when there was something to give, until the parameters were here.
         parameters: Of one version; shape (n,); None where they are not needed.
         buffers: Running statistics of all groups; shape (m,), float64.
     """
@@ -42,6 +43,7 @@ class Taken:
     is_evaluated: bool = False
     step: int = 0
     samples: int = 0
+    pull_s: float = 0.0
     parameters: Tensor | None = None
     buffers: Tensor | None = None
 
@@ -153,6 +155,7 @@ class ServerLink:
         if before is not None:
             before.result()
         while True:
+            asked_at = time.perf_counter()
             reply = self._taking.request("take", self._who)
             header = reply.header
             if header["what"] != "wait":
@@ -171,6 +174,7 @@ class ServerLink:
             is_evaluated=header["is_evaluated"],
             step=header["step"],
             samples=header["samples"],
+            pull_s=time.perf_counter() - asked_at,
             parameters=torch.cat(parts),
             buffers=reply.tensors[0],
         )

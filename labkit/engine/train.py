@@ -353,7 +353,13 @@ class Trainer:
         self.log.write("end", step=self.progress.step, **self._costs)
 
     def _say_step(
-        self, totals: StepTotals, data_s: float, samples: int, fetched_s: float = 0.0
+        self,
+        totals: StepTotals,
+        data_s: float,
+        samples: int,
+        *,
+        fetched_s: float = 0.0,
+        held_s: float = 0.0,
     ) -> dict[str, float]:
         """Write what the step's time was made of.
 
@@ -361,7 +367,8 @@ class Trainer:
             totals: Of the step.
             data_s: Waiting for data.
             samples: This worker's.
-            fetched_s: Waiting for parameters before the step.
+            fetched_s: Parameters were under way before the step.
+            held_s: Waiting before that until others had got as far.
 
         Returns:
             Seconds by part.
@@ -373,10 +380,10 @@ class Trainer:
         exposed_s = totals.exposed_s + fetched_s
         parts = {
             "data": data_s,
-            "compute": max(0.0, step_s - data_s - exposed_s - totals.node_busy_s),
+            "compute": max(0.0, step_s - data_s - exposed_s - held_s - totals.node_busy_s),
             "node": totals.node_busy_s + totals.node_exposed_s,
             "communicate": max(0.0, exposed_s - totals.node_exposed_s - wait_s),
-            "wait": min(wait_s, totals.exposed_s - totals.node_exposed_s),
+            "wait": min(wait_s, totals.exposed_s - totals.node_exposed_s) + held_s,
         }
         self.log.write(
             "step",

@@ -48,6 +48,19 @@ def learning(series: Series, name: str) -> list[Any]:
     ]
 
 
+def staleness_bars(series: Series) -> list[Any]:
+    """Pushes by their staleness."""
+    values = sorted(series.staleness)
+    return [
+        go.Bar(
+            x=values,
+            y=[series.staleness[value] for value in values],
+            marker={"color": _BLUE},
+            hovertemplate="staleness %{x}: %{y} pushes<extra></extra>",
+        )
+    ]
+
+
 def speed(series: Series) -> list[Any]:
     """Samples per second, mean over stretches of steps: single steps jump by a factor of ten."""
     bounds = step_bounds(series, _NUM_STRETCHES)

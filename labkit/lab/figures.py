@@ -65,31 +65,19 @@ def throughput(series: Series) -> go.Figure:
     return _with_axes(figure, "step", "samples/s", is_from_zero=True)
 
 
-def staleness(series: Series) -> go.Figure:
-    """Pushes by the number of updates between their pull and themselves."""
-    figure = _figure("Staleness", "pushes by the updates that came between their pull and them")
-    counts = sorted(series.staleness.items())
-    _add(
-        figure,
-        [
-            go.Bar(
-                x=[value for value, _ in counts],
-                y=[count for _, count in counts],
-                text=[str(count) for _, count in counts],
-                marker_color="#0072B2",
-                hovertemplate="staleness %{x}: %{y} pushes<extra></extra>",
-            )
-        ],
-    )
-    figure.update_xaxes(dtick=1)
-    return _with_axes(figure, "staleness (updates)", "pushes", is_from_zero=True)
-
-
 def shares(series: Series) -> go.Figure:
     """Samples of each worker per step, as the rebalancer changed them."""
     figure = _figure("Shares of a batch", f"samples of each worker per step; {_extent(series)}")
     _add(figure, _traces.share_lines(series))
     return _with_axes(figure, "step", "samples", is_from_zero=True)
+
+
+def staleness(series: Series) -> go.Figure:
+    """How stale the pushes to the parameter servers were: updates between pull and push."""
+    figure = _figure("Staleness of pushes", f"updates between pull and push; {_extent(series)}")
+    _add(figure, _traces.staleness_bars(series))
+    figure.update_xaxes(dtick=1 if len(series.staleness) <= 20 else None)
+    return _with_axes(figure, "staleness", "pushes", is_from_zero=True)
 
 
 def step_time(series: Series) -> go.Figure:

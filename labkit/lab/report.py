@@ -96,7 +96,8 @@ def write_report(run: Any) -> Path:
     folder = folder_of(run)
     series = read_series(folder)
     parts = [_head(folder), tables.overview(series).to_html()]
-    for name, table in tables.ALL.items():
+    asynchronous = {"staleness": tables.staleness} if series.staleness else {}
+    for name, table in (tables.ALL | asynchronous).items():
         figure = getattr(figures, name)(series)
         parts.append(f"<figure>{_draw(figure, is_first=name == 'loss')}{_unfold(table(series))}</figure>")
     config = folder.read_config()

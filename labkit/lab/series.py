@@ -85,9 +85,9 @@ class Series:
         clock: Seconds since 1970 at each step.
         workers: By rank.
         total_steps: Steps the run will have; None until a worker has started.
+        staleness: Pushes so far by their staleness; {} but under an asynchronous strategy.
         attempt: The newest attempt; a resume is a new one.
         started_at: When the newest attempt started, seconds since 1970.
-        staleness: Pushes by their staleness, under an asynchronous strategy that has ended.
     """
 
     title: str = ""
@@ -96,9 +96,9 @@ class Series:
     clock: Line = field(default_factory=Line)
     workers: dict[int, WorkerSeries] = field(default_factory=dict)
     total_steps: int | None = None
+    staleness: dict[int, int] = field(default_factory=dict)
     attempt: int = 0
     started_at: float | None = None
-    staleness: dict[int, int] = field(default_factory=dict)
 
     @property
     def step(self) -> int:

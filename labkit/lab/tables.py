@@ -59,15 +59,6 @@ def _text(cell: Cell) -> str:
     return f"{cell:,.0f}" if abs(cell) >= 1000 else f"{cell:.4g}"
 
 
-def staleness(series: Series) -> Table:
-    """Pushes by the number of updates between their pull and themselves."""
-    total = sum(series.staleness.values())
-    rows: list[tuple[Cell, ...]] = [
-        (str(value), str(count), f"{count / total:.1%}") for value, count in sorted(series.staleness.items())
-    ]
-    return Table("Staleness", ("updates between", "pushes", "share"), tuple(rows))
-
-
 def shares(series: Series) -> Table:
     """Samples of each worker per step, at the start and after every change."""
     ranks = sorted(series.workers)
@@ -77,6 +68,13 @@ def shares(series: Series) -> Table:
         rows.append((str(step + 1), *map(_size, sizes)))
     columns = ("from step", *(series.workers[rank].label for rank in ranks))
     return Table("Shares of a batch", columns, tuple(rows))
+
+
+def staleness(series: Series) -> Table:
+    """Pushes to the parameter servers by their staleness, and what part of all they are."""
+    total = sum(series.staleness.values())
+    rows = [(str(value), count, count / total) for value, count in sorted(series.staleness.items())]
+    return Table("Staleness: updates between pull and push", ("staleness", "pushes", "fraction"), tuple(rows))
 
 
 def _size(value: float | None) -> str:

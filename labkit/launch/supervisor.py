@@ -41,6 +41,7 @@ from labkit.runfolder import (
 
 _SETTLE_S = 1.0
 _PEER_SETTLE_S = 5.0
+_LEAST_SILENCE_S = 2.0  # processes show life once a second
 _TRACKER_GRACE_S = 60.0
 
 
@@ -327,7 +328,7 @@ class Supervisor:
         """The worker that has shown no life for too long: a stopped process, a dead machine."""
         limit_s, sync = self._config.launch.worker_timeout_s, self._config.sync
         if isinstance(sync, AsyncConfig):
-            limit_s = min(limit_s, sync.heartbeat_timeout_s)
+            limit_s = min(limit_s, max(_LEAST_SILENCE_S, sync.heartbeat_timeout_s))
         pids = launcher.pids()
         oldest: tuple[float, int] | None = None
         for rank in pids:
