@@ -268,7 +268,7 @@ def test_the_explorer_follows_its_sliders() -> None:
 
 def test_a_study_names_what_is_wrong() -> None:
     values = {"cluster": "4x1-unlike", "step_padding_s": 0.1, "throttled_rank": 1, "throttle_factor": 3.0}
-    values["hybrid_learning_rate"] = 0.3
+    values |= {"hybrid": {"optimizer.momentum": 0.5}, "max_steps": 10}
     assert heterogeneity.Study.from_parameters(values).base.cluster == load_cluster("4x1-unlike")
     with pytest.raises(ConfigError, match="throttled_rank must be one of the 4 workers, got 4"):
         heterogeneity.Study.from_parameters({**values, "throttled_rank": 4})

@@ -4,7 +4,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from labkit.cluster.placement import placements
@@ -49,26 +49,31 @@ class Study:
         throttled_rank: The worker that slows down.
         throttle_factor: How many times as long it then takes.
         remark: Whether links are shaped, in words.
-        hybrid_learning_rate: Of the hybrid, whose stale pushes weigh less.
+        hybrid: What the hybrid is to have of its own, by dotted key: stale pushes weigh less, and asynchrony
+            acts like momentum.
     """
 
     base: ExperimentConfig
     throttled_rank: int
     throttle_factor: float
     remark: str
-    hybrid_learning_rate: float = 0.1
+    hybrid: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def from_parameters(cls, namespace: Mapping[str, Any]) -> "Study":
-        """From a notebook's parameters cell: `throttled_rank`, `throttle_factor`, `hybrid_learning_rate`;
-        every other name as in `labkit.from_parameters`.
+        """From a notebook's parameters cell: `throttled_rank`, `throttle_factor`, `hybrid`; every other name
+        as in `labkit.from_parameters`. Runs end after `max_steps`.
 
         Raises:
             ConfigError: an unknown name or a bad value.
         """
-        own = ("throttled_rank", "throttle_factor", "hybrid_learning_rate")
+        own = ("throttled_rank", "throttle_factor", "hybrid")
         others = {name: value for name, value in namespace.items() if name not in own}
-        quiet = {"engine.eval_every_steps": NEVER, "engine.checkpoint_every_steps": NEVER}
+        quiet = {
+            "engine.eval_every_steps": NEVER,
+            "engine.checkpoint_every_steps": NEVER,
+            "engine.num_epochs": NEVER,
+        }
         base = from_parameters(others, defaults=quiet)
         rank, factor = namespace["throttled_rank"], namespace["throttle_factor"]
         if not 0 <= rank < base.cluster.num_workers:
@@ -79,7 +84,7 @@ class Study:
         if factor <= 0:
             raise ConfigError(f"throttle_factor must be above 0, got {factor}. 3 is three times as slow.")
         placed, remark = emulated_or_loopback(base, base)
-        return cls(placed, int(rank), float(factor), remark, float(namespace["hybrid_learning_rate"]))
+        return cls(placed, int(rank), float(factor), remark, dict(namespace["hybrid"]))
 
     def probe(self) -> Probe:
         """Measure the cluster, unless an equal probe has finished before."""
@@ -143,7 +148,7 @@ class Study:
         for name, changes in COMPARED.items():
             config = from_overrides({**changes, "engine.eval_every_steps": None}, base=self.planned(found))
             if config.sync.name == "hybrid":
-                config = from_overrides({"optimizer.learning_rate": self.hybrid_learning_rate}, base=config)
+                config = from_overrides(dict(self.hybrid), base=config)
             run = start(config)
             try:
                 run.wait()
