@@ -61,6 +61,7 @@ def _config(*overrides: str) -> ExperimentConfig:
         "engine.global_batch_size=60",
         "sync=async_parameter_server",
         "engine.num_epochs=2",
+        "launch.stop_grace_s=1",
     ]
     return from_overrides([*shared, "optimizer.learning_rate=1", "optimizer.momentum=0", *overrides])
 

@@ -323,7 +323,7 @@ class Coordinator:
         self._num_groups = len(plan.groups)
         self._lives: dict[int, int] = {}  # how often each group has come
         self._began_at, self._is_begun = time.monotonic(), False
-        self._turn_at, self._now = time.monotonic(), 0.0
+        self._turn_at, self._now, self._asked_at = time.monotonic(), 0.0, 0.0
         self._resume(whole)
 
     # --- the loop ----------------------------------------------------------------------------------------
@@ -350,13 +350,17 @@ class Coordinator:
         return self._is_over()
 
     def _let_go(self) -> None:
-        """Let go of silent groups. A long turn of this loop is not their silence."""
+        """Let go of groups that are silent or given up. A long turn of this loop is not their silence."""
         limit_s = self._sync.heartbeat_timeout_s
         turn_s = time.monotonic() - self._turn_at
         self._turn_at += turn_s
         self._now += min(turn_s, max(_POLL_S, limit_s / 4))
         for group in self._ledger.silent(self._now, limit_s):
             self._lose(group, f"showed no life for {limit_s:g} s")
+        if self._now - self._asked_at > _POLL_S:
+            self._asked_at = self._now
+            for group in filter(self._is_given_up, self._ledger.here):
+                self._lose(group, "will not come back")
 
     def _is_over(self) -> bool:
         return self._ledger.is_done and self._evaluated_at == self._step

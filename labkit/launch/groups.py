@@ -25,7 +25,7 @@ from labkit.runfolder import RunFolder
 
 _FORK = multiprocessing.get_context("fork")
 _BAD_INPUT = 2
-_GOODBYE_S = 10.0  # of the groups, after the servers have ended the run
+_GOODBYE_S = 3.0  # of the groups, after the servers have ended the run
 
 
 @dataclass
