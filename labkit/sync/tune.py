@@ -9,6 +9,8 @@ from labkit.comm import Communicator
 from labkit.config import HierarchicalConfig
 
 DEFAULT_CHUNK_BYTES = 2**20
+_LEAST_CHUNK_BYTES = 2**16
+_NUM_OVERLAPPED = 8  # chunks of a small model, so that most of them leave before back-propagation ends
 _TRIAL_BYTES = 4 * 2**20
 _PATIENCE_S = 0.5
 _CLEAR_GAIN = 0.05
@@ -50,7 +52,10 @@ def candidates(config: HierarchicalConfig, nodes: Sequence[Sequence[int]], size_
     counts = sorted({1, fewest}, reverse=config.is_overlapped)
     if config.num_senders:
         counts = [config.num_senders]
-    sizes = [config.chunk_bytes or DEFAULT_CHUNK_BYTES]
+    usual_bytes = DEFAULT_CHUNK_BYTES
+    if config.is_overlapped:
+        usual_bytes = max(_LEAST_CHUNK_BYTES, min(DEFAULT_CHUNK_BYTES, size_bytes // _NUM_OVERLAPPED))
+    sizes = [config.chunk_bytes or usual_bytes]
     if not config.is_overlapped and not config.chunk_bytes and size_bytes > DEFAULT_CHUNK_BYTES:
         sizes.append(4 * DEFAULT_CHUNK_BYTES)
     return [Plan(count, size) for count in counts for size in sizes]
