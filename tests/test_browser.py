@@ -367,6 +367,36 @@ def test_the_figure_moves_also_where_anywidget_has_given_the_model_up(lab: Lab, 
     assert any("Failed to initialize model" in error for error in tab.errors), "the trap is still there"
 
 
+EXPLORE = """
+import labkit
+profile = lambda beta: {"alpha_s": 0.001, "beta_s": beta, "largest": 64}
+nodes = [{"name": n, "workers": [{"profile": profile(b)}]} for n, b in (("fast", 0.001), ("slow", 0.003))]
+links = [{"source": "fast", "target": "slow", "mbit": 900.0, "latency_s": 0.0001}]
+cluster = {"nodes": nodes, "measured_links": links, "gradient_bytes": 40000}
+labkit.show(labkit.PlanExplorer(labkit.from_mapping({"cluster": cluster, "model": "mlp"})))
+"""
+
+
+def test_a_plan_follows_its_sliders(lab: Lab, tab: Tab) -> None:
+    page = tab.page
+    lab.write("explore.ipynb", EXPLORE)
+    lab.open(tab, "explore.ipynb")
+    _run_all(page)
+    page.wait_for_selector(".js-plotly-plot .main-svg", timeout=RENDER_MS)
+    shares = page.locator("tbody tr td:nth-child(2)")
+    expect(shares).to_have_text(["48", "16"])
+    assert {name for role, name in _controls(page) if role == "slider"} == {
+        "Global batch",
+        "Speed of fast",
+        "Speed of slow",
+        "Links, Mbit/s",
+    }
+    page.get_by_role("slider", name="Speed of slow").press("End")  # ten times as fast as measured
+    expect(shares).to_have_text(["14", "50"])
+    expect(page.get_by_text("at most samples/s")).to_be_visible()
+    assert page.locator(".js-plotly-plot").bounding_box()["width"] > 600  # type: ignore[index]
+
+
 @pytest.mark.slow
 def test_without_anywidget_the_dashboard_still_shows_the_figure(lab: Lab, tab: Tab) -> None:
     page = tab.page

@@ -35,7 +35,7 @@ def show(thing: Any, table: Table | None = None) -> None:
     if isinstance(thing, go.Figure):
         _show_figure(thing)
     elif isinstance(thing, Table):
-        display({"text/html": thing.to_html(), "text/plain": str(thing)}, raw=True)  # type: ignore[no-untyped-call]
+        display({"text/html": table_html(thing), "text/plain": str(thing)}, raw=True)  # type: ignore[no-untyped-call]
     elif isinstance(thing, (Run, RunFolder, str)):
         _show_run(thing if isinstance(thing, Run) else attach(folder_of(thing)))
     else:
@@ -56,6 +56,11 @@ def _title_of(content: dict[str, Any]) -> str:
     titled = [layout.get("title", {}), *layout.get("annotations", [])]
     texts = [item.get("text", "").partition("<br>")[0] for item in titled]
     return "[figure] " + "; ".join(re.sub(r"</?b>", "", text) for text in texts if text)
+
+
+def table_html(table: Table) -> str:
+    """A table with room between its columns."""
+    return f"{_TABLE_STYLE}<div class='labkit-table'>{table.to_html()}</div>"
 
 
 def _show_figure(figure: go.Figure) -> None:

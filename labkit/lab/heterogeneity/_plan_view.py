@@ -99,7 +99,7 @@ def plan_figure(config: ExperimentConfig, plan: Plan) -> go.Figure:
         ):
             figure.add_vline(
                 x=value, line={"color": "#222222", "dash": dash}, annotation_text=f"{text}: {value:.4g} ms",
-                annotation_position="top left",
+                annotation_position="top left", annotation_yshift=20,
             )  # fmt: skip
         figure.update_xaxes(range=[0, 1.08 * max(equal_ms, 1e3 * split.step_time_s)])
         unit = "ms busy per step"
@@ -108,8 +108,10 @@ def plan_figure(config: ExperimentConfig, plan: Plan) -> go.Figure:
     title = (
         "<b>Who computes how long</b><br><span style='font-size:12px'>a step ends with the longest bar</span>"
     )
-    height = max(260, 120 + 32 * len(names))
-    figure.update_layout(template=TEMPLATE, title_text=title, height=height, showlegend=False, bargap=0.3)
+    height = max(280, 160 + 32 * len(names))
+    figure.update_layout(
+        template=TEMPLATE, title_text=title, height=height, showlegend=False, bargap=0.3, margin={"t": 100}
+    )
     return figure
 
 

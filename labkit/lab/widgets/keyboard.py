@@ -2,7 +2,8 @@
 
 With the focus on a drop-down list, typing `m` turns the cell into Markdown and an arrow moves to the
 next cell, both of which lose the form. JupyterLab leaves the keys of an element alone that has the
-attribute `data-lm-suppress-shortcuts`, which only a script on the page can give it.
+attribute `data-lm-suppress-shortcuts`, which only a script on the page can give it. The same script gives a
+slider the name that stands beside it: ipywidgets leaves its handle without one.
 """
 
 from collections.abc import Sequence
@@ -17,8 +18,18 @@ export default {{
     const mark = (tries) => {{
       const box = el.closest(".{_CLASS}");
       const leaveAlone = (event) => event.target.setAttribute("data-lm-suppress-shortcuts", "true");
-      if (box) box.addEventListener("focusin", leaveAlone);
-      else if (tries > 0) setTimeout(() => mark(tries - 1), 100);
+      const name = () => {{
+        for (const slider of box.querySelectorAll(".widget-slider, .widget-hslider")) {{
+          const label = slider.querySelector(".widget-label");
+          const handle = slider.querySelector("[role=slider]");
+          if (label && handle && handle.ariaLabel !== label.textContent) handle.ariaLabel = label.textContent;
+        }}
+      }};
+      if (box) {{
+        box.addEventListener("focusin", leaveAlone);
+        new MutationObserver(name).observe(box, {{ childList: true, subtree: true }});
+        name();
+      }} else if (tries > 0) setTimeout(() => mark(tries - 1), 100);
     }};
     mark(100);
   }},

@@ -9,6 +9,7 @@ from labkit.cluster.plan import Plan, make_plan
 from labkit.config import ExperimentConfig
 from labkit.errors import ConfigError
 from labkit.lab.heterogeneity import plan_figure, plan_lines, plan_table, what_if
+from labkit.lab.show import table_html
 from labkit.lab.widgets import markup
 from labkit.lab.widgets.figure_view import figure_view
 from labkit.lab.widgets.keyboard import column
@@ -94,4 +95,4 @@ class PlanExplorer:
             return
         self._message.value = markup.lines(plan_lines(self.config, self.plan))
         self._view.show(plan_figure(self.config, self.plan))
-        self._table.value = plan_table(self.config, self.plan).to_html()
+        self._table.value = table_html(plan_table(self.config, self.plan))
