@@ -52,6 +52,7 @@ _QUIET_S = 0.02
 _END_S = 2.0
 _FORGET_S = 60.0  # a message of which no more came
 _RETRY_S = 0.002
+_LAST_WORDS_MS = 50
 _BURST = 256  # chunks taken before `poll` hands over what is complete
 _ZAP = "inproc://zeromq.zap.01"
 _DOMAIN = b"labkit"
@@ -568,6 +569,8 @@ class MessageClient:
                 self._lose("refused this run's secret")
                 return
             elif self._is_up:
+                while self._socket.poll(_LAST_WORDS_MS):  # what came before it broke is told after that
+                    self._take_all()
                 self._lose("is gone: the connection broke")
                 return
 
@@ -605,10 +608,13 @@ class MessageClient:
             raise ValueError("client must be open, got a closed one")
         ready = dict(self._poller.poll(int(timeout_s * 1000 + 0.999)))
         if self._socket in ready:
-            while (frames := _receive(self._socket)) is not None:
-                self._take(frames)
+            self._take_all()
         if self._monitor in ready:
             self._look_after_connection()
+
+    def _take_all(self) -> None:
+        while (frames := _receive(self._socket)) is not None:
+            self._take(frames)
 
     def _take(self, frames: list[Bytes]) -> None:
         try:
