@@ -181,6 +181,21 @@ def test_the_hybrid_groups_like_workers() -> None:
     assert plan.why_groups.startswith("4 workers in 2 groups")
 
 
+def test_a_prediction_for_groups_by_hand() -> None:
+    config = with_links(experiment(FOUR, 100, sync="hybrid"), 1000.0, 1_000_000)
+    found = predict(config, make_plan(config))
+    assert found is not None and found.samples_per_s == pytest.approx(1000)  # all hides behind 0.1 s
+    slow = with_links(
+        experiment(FOUR, 100, sync={"name": "hybrid", "groups": [[0, 1], [2, 3]]}), 100.0, 1_000_000
+    )
+    found = predict(slow, make_plan(slow))
+    # 1 MB takes 80 ms: sums and shares 1 + 1 of it, pushes and pulls (3 + 1) / 4
+    assert found is not None and found.step_s == pytest.approx(0.24)
+    table = plan_table(slow, make_plan(slow))
+    assert table.columns[4] == "group" and [row[4] for row in table.rows] == ["0", "0", "1", "1"]
+    assert "groups: groups are given" in plan_lines(slow, make_plan(slow))
+
+
 def test_groups_that_the_links_can_not_carry_are_taken_apart() -> None:
     # 0.48 s of computing; 3 MB take 0.24 s at 100 Mbit/s, 3.25 times of which a group of two would need
     plan = make_plan(with_links(experiment(FOUR, 480, sync="hybrid"), 100.0, 3_000_000))

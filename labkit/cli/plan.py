@@ -43,6 +43,7 @@ def plan(save: str | None, diff: str | None, is_json: bool, **words: Any) -> Non
             {
                 "local_batch_sizes": shares_of(config, made),
                 "origin": made.origin,
+                "groups": made.groups,
                 "micro_batch_sizes": made.micro_batch_sizes,
                 "step_s": found and found.step_s,
                 "samples_per_s": found and found.samples_per_s,

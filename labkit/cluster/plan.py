@@ -59,7 +59,8 @@ class Prediction:
 
     Attributes:
         compute_s: Of the slowest worker.
-        exposed_s: Communication that nothing hides.
+        exposed_s: Communication that nothing hides; under an asynchronous strategy what the links are slower
+            than computing.
         samples_per_s: Of all workers together.
         limit_samples_per_s: The sum of the devices' own speeds.
         equal_split_s: Step time with the same batch for all.
@@ -83,14 +84,30 @@ def predict(config: ExperimentConfig, plan: Plan) -> Prediction | None:
     if split is None:
         return None
     compute_s, equal_s = split.step_time_s, split.equal_split_step_time_s
-    exposed = exposed_s(config, compute_s)
+    if isinstance(config.sync, AsyncConfig):
+        exposed = _async_step_s(config, plan, split) - compute_s
+    else:
+        exposed = exposed_s(config, compute_s)
     return Prediction(
         compute_s,
         exposed,
         split.global_batch_size / (compute_s + exposed),
         split.limit_samples_per_s,
-        equal_s + exposed_s(config, equal_s),
+        equal_s + (0.0 if isinstance(config.sync, AsyncConfig) else exposed_s(config, equal_s)),
     )
+
+
+def _async_step_s(config: ExperimentConfig, plan: Plan, split: Partition) -> float:
+    """Seconds in which groups that do not wait for each other get through a global batch."""
+    nodes, link = _network(config.cluster)
+    grouping = predict_groups(plan.groups, split.devices, nodes, split.global_batch_size, link)
+    return split.global_batch_size / _rate(grouping, split.devices, split.local_batch_sizes)
+
+
+def _network(cluster: ClusterConfig) -> tuple[list[int], LinkModel]:
+    """The node of each worker, and what is known of the links."""
+    nodes = [index for index, node in enumerate(cluster.nodes) for _ in node.workers]
+    return nodes, LinkModel(cluster.gradient_bytes or 1, payload_rate(cluster) or _FAST_MBIT)
 
 
 def workers_of(cluster: ClusterConfig) -> list[WorkerConfig]:
@@ -174,14 +191,13 @@ def _groups(
         return sync.groups, "groups are given"
     if not isinstance(sync, HybridConfig):
         return tuple((rank,) for rank in range(num_workers)), f"{sync.name}: every worker for itself"
-    nodes = [index for index, node in enumerate(config.cluster.nodes) for _ in node.workers]
+    nodes, link = _network(config.cluster)
     if devices is None:
         found = tuple(
             tuple(rank for rank in range(num_workers) if nodes[rank] == node)
             for node in range(max(nodes) + 1)
         )
         return found, "every node is a group, since not every worker has a profile"
-    link = LinkModel(config.cluster.gradient_bytes or 1, payload_rate(config.cluster) or _FAST_MBIT)
     total = config.engine.global_batch_size
     like = group_workers(devices, nodes, total, link, min_gain=_LEAST_GAIN_OF_A_GROUP)
     alone = predict_groups([[rank] for rank in range(num_workers)], devices, nodes, total, link)

@@ -28,11 +28,15 @@ def plan_table(config: ExperimentConfig, plan: Plan) -> Table:
             f"{size / config.engine.global_batch_size:.1%}",
             str(-(-size // limit) if limit else min(size, 1)),
         )
+        if len(plan.groups) > 1:
+            row += (str(next(i for i, ranks in enumerate(plan.groups) if place.rank in ranks)),)
         if split is not None:
             busy_s = split.times_s[place.rank]
             row += (1e3 * busy_s, f"{split.utilisation[place.rank]:.0%}", split.devices[place.rank].speed)
         rows.append(row)
     columns: tuple[str, ...] = ("worker", "samples", "share", "micro-steps")
+    if len(plan.groups) > 1:
+        columns += ("group",)
     if split is not None:
         columns += ("busy (ms)", "utilisation", "at most samples/s")
     title = f"Plan: {config.engine.global_batch_size} samples per step, split {_ORIGINS[plan.origin]}"
@@ -42,8 +46,15 @@ def plan_table(config: ExperimentConfig, plan: Plan) -> Table:
 def plan_lines(config: ExperimentConfig, plan: Plan) -> list[str]:
     """What the plan promises, and what to doubt."""
     found = predict(config, plan)
+    why = [
+        f"groups: {line}" if index == 0 else f"  {line}"
+        for index, line in enumerate(plan.why_groups.splitlines())
+    ]
     if found is None:
-        return ["No prediction: not every worker has a profile. Measure: labkit probe CLUSTER EXPERIMENT"]
+        return [
+            *why,
+            "No prediction: not every worker has a profile. Measure: labkit probe CLUSTER EXPERIMENT",
+        ]
     hidden = "" if config.cluster.gradient_bytes else "; links and model size unknown"
     lines = [
         f"predicted step {1e3 * found.step_s:.4g} ms: {1e3 * found.compute_s:.4g} ms for the slowest worker, "
@@ -53,8 +64,7 @@ def plan_lines(config: ExperimentConfig, plan: Plan) -> list[str]:
         f"an equal split: {1e3 * found.equal_split_s:.4g} ms, {found.equal_split_s / found.step_s:.2f} times "
         "as long",
     ]
-    lines += doubts(config, plan)
-    return lines
+    return [*lines, *why, *doubts(config, plan)]
 
 
 def doubts(config: ExperimentConfig, plan: Plan) -> list[str]:
