@@ -110,7 +110,7 @@ def exposed_s(config: ExperimentConfig, compute_s: float) -> float:
     whole_s = wire_s(config, model_bytes)
     sync = config.sync
     if isinstance(sync, HierarchicalConfig) and sync.is_overlapped:
-        bucket_bytes = sync.chunk_bytes or min(2**20, max(2**16, model_bytes // 8))
+        bucket_bytes = sync.chunk_bytes or min(2**20, max(2**18, model_bytes // 4))
     elif isinstance(sync, AllReduceConfig):
         bucket_bytes = sync.bucket_bytes
     else:

@@ -170,7 +170,7 @@ class Hierarchical(Synchronous):
         ) -> NodeReducer:
             chunks = cut(num, max(1, plan.chunk_bytes // element_bytes), plan.num_senders)
             if num == self._num_parameters:
-                chunks.append(Chunk(num, num + self._record.size, 0, is_exact=True))
+                chunks = self._with_record(chunks, is_rounded=wire != self._rows.dtype)
             rows = self._rows[:, : chunks[-1].end]
             senders = communicators[plan.num_senders]
             return NodeReducer(rows, chunks, senders, ready, done, wire=wire, is_overlapped=is_overlapped)
@@ -180,6 +180,13 @@ class Hierarchical(Synchronous):
         self._rows[self._topology.local_rank].zero_()  # of what the trials left
         num, is_overlapped = self._num_parameters, config.is_overlapped
         return reducer(plan, num, self._ready, self._done, is_overlapped=is_overlapped)
+
+    def _with_record(self, chunks: list[Chunk], *, is_rounded: bool) -> list[Chunk]:
+        """The step's counts go with the last chunk, or alone where the wire would round them."""
+        num, end = self._num_parameters, self._num_parameters + self._record.size
+        if is_rounded:
+            return [*chunks, Chunk(num, end, 0, is_exact=True)]
+        return [*chunks[:-1], replace(chunks[-1], end=end)]
 
     def _time_of(
         self, reducer: Callable[[Plan, int, Counters, Counters], NodeReducer]

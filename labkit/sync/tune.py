@@ -9,8 +9,8 @@ from labkit.comm import Communicator
 from labkit.config import HierarchicalConfig
 
 DEFAULT_CHUNK_BYTES = 2**20
-_LEAST_CHUNK_BYTES = 2**16
-_NUM_OVERLAPPED = 8  # chunks of a small model, so that most of them leave before back-propagation ends
+_LEAST_CHUNK_BYTES = 2**18
+_NUM_OVERLAPPED = 4  # chunks of a small model, so that most of them leave before back-propagation ends
 _TRIAL_BYTES = 4 * 2**20
 _PATIENCE_S = 0.5
 _CLEAR_GAIN = 0.05
