@@ -26,7 +26,8 @@ from labkit.runfolder import ProcessId, RunFolder, RunState, RunStatus, write_at
 from tests.made_notebooks import make_notebook, printed, read_strictly
 from tests.made_runs import MadeRun
 
-VERBS = "run status logs stop attach resume reproduce sync trace lab ui doctor config schema cluster bench".split()
+VERBS = "run status logs stop attach resume reproduce sync trace lab ui doctor config schema".split()
+VERBS += "cluster probe plan bench".split()
 TINY = ["engine.num_epochs=1", "cluster=1x2", "model=mlp"]
 
 
