@@ -283,8 +283,15 @@ def test_a_run_ends_with_the_process_that_started_it(runs: Path, tmp_path: Path,
 
 
 def test_ctrl_c_while_torch_is_imported_says_nothing_of_it() -> None:
-    code = "import labkit, os, signal, time; labkit.warm_up(); time.sleep(0.5); os.killpg(0, signal.SIGINT)"
-    command = [sys.executable, "-c", f"{code}; time.sleep(5)"]
+    code = """if True:
+        import labkit, os, signal, time
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+        labkit.warm_up()
+        time.sleep(0.5)
+        os.killpg(0, signal.SIGINT)
+        time.sleep(5)
+    """
+    command = [sys.executable, "-c", code]
     done = subprocess.run(command, start_new_session=True, capture_output=True, text=True, timeout=60)
     assert done.stderr.count("KeyboardInterrupt") == 1  # its own
     assert "forkserver" not in done.stderr
