@@ -532,3 +532,12 @@ def test_a_group_that_is_lost_in_the_last_moments_is_not_waited_for(runs: Path, 
     assert time.monotonic() - began_at < 10
     _assert_whole(run, 1)
     _assert_nothing_left(run)
+
+
+def test_a_run_that_diverges_ends_and_says_where(runs: Path) -> None:
+    run = _start("model=mlp", "cluster=2x2", "sync=hybrid", "optimizer.learning_rate=1e30")
+    status = run.wait(WAIT_S)
+    assert status.state is RunState.FINISHED, status.error
+    assert status.diverged_at is not None
+    last = run.folder.history(0, ("metrics",))[-1]
+    assert last["values"]["train/loss"] is None and "train/loss" in last["nonfinite"]

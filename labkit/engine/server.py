@@ -466,7 +466,7 @@ class Coordinator:
         samples = int(header["samples"])
         self._log.write(
             "eval", step=self._evaluated_at, epoch=round(samples / self._num_samples, 6), samples=samples,
-            values=dict(header["values"]),
+            values={name: float(value) for name, value in header["values"].items()},
         )  # fmt: skip
         self._say_staleness()
         self._messages.reply(message)

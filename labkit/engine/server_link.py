@@ -1,6 +1,7 @@
 """A group's connection to the parameter servers: takes and pushes in the background of its computing."""
 
 import contextlib
+import math
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -46,6 +47,14 @@ class Taken:
     pull_s: float = 0.0
     parameters: Tensor | None = None
     buffers: Tensor | None = None
+
+
+def sendable(figures: Mapping[str, Any]) -> dict[str, Any]:
+    """Figures for a header, which is JSON: of a model that diverges, `nan` and `inf` travel as text."""
+    return {
+        name: str(value) if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in figures.items()
+    }
 
 
 class _Line:
@@ -194,7 +203,7 @@ class ServerLink:
         self._num_pushed += 1
         own = gradient.detach().cpu()
         pushed = self._threads[1 + index].submit(
-            self._push, self._pushing[index], number, own, dict(figures), buffers
+            self._push, self._pushing[index], number, own, sendable(figures), buffers
         )
         self._pushes = [*self._pushes[1 - _NUM_PUSHERS :], pushed]
 
@@ -224,7 +233,7 @@ class ServerLink:
 
     def evaluated(self, values: Mapping[str, float], taken: Taken) -> None:
         """Tell what an evaluation found."""
-        content = {**self._who, "values": dict(values), "step": taken.step, "samples": taken.samples}
+        content = {**self._who, "values": sendable(values), "step": taken.step, "samples": taken.samples}
         self._telling.request("eval", content)
 
     def leave(self) -> None:
