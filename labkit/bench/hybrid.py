@@ -142,7 +142,8 @@ def _add_throughput(report: Report, base: ExperimentConfig, suffix: str, say: Ca
 
 
 def _add_accuracy(report: Report, say: Callable[[str], None]) -> None:
-    base = from_overrides({"engine.num_epochs": 12}, base=_probed(_base(_RATES[0], batch=160, padding_s=0.2)))
+    small = {"model": {"name": "mlp", "hidden_sizes": [128]}, "engine.num_epochs": 10}
+    base = _probed(from_overrides(small, base=_base(_RATES[0], batch=160, padding_s=0.2)))
     best = {name: _tuned(from_overrides(changes, base=base), say) for name, changes in _SIDES.items()}
     found: dict[str, list[_Outcome]] = {name: [] for name in _SIDES}
     for seed, name in itertools.product(range(_NUM_SEEDS), _SIDES):
