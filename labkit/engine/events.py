@@ -35,6 +35,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from labkit.cluster.placement import Placement
+
 
 class EventLog:
     """Appends events to one file. A line is one write, so a reader sees whole lines or none."""
@@ -54,6 +56,18 @@ class EventLog:
         event = {"t": round(time.time(), 4), "kind": kind, "attempt": self._attempt, **fields}
         line = json.dumps(event, separators=(",", ":"), allow_nan=False) + "\n"
         os.write(self._fd, line.encode())
+
+    def start(self, place: Placement, device: str, **fields: Any) -> None:
+        """Append the `start` event of a worker: its place, and what else there is to say."""
+        self.write(
+            "start",
+            rank=place.rank,
+            node=place.node,
+            local_rank=place.local_rank,
+            world_size=place.world_size,
+            device=device,
+            **fields,
+        )
 
     def close(self) -> None:
         """Close the file."""

@@ -244,7 +244,7 @@ class HybridTrainer(Trainer):
         self._batch_size = len(batch)
         self.progress = Progress(taken.step + 1, self.progress.samples + len(batch))
         fetched_s = min(waited_s, taken.pull_s)
-        parts_s = self._say_step(totals, data_s, samples, fetched_s=fetched_s, held_s=waited_s - fetched_s)
+        _, parts_s = self._say_step(totals, data_s, samples, fetched_s=fetched_s, held_s=waited_s - fetched_s)
         self._compute_s = _smoothed(self._compute_s, time.perf_counter() - began_at - waited_s)
         with self._group_sum.merged_buffers():
             buffers = flat_buffers(self.model)

@@ -10,7 +10,6 @@ Events, beside `start` and `metrics` (a round counts as a step):
     link     source, target (nodes), mbit, latency_s         the first worker of the source
 """
 
-import time
 from collections.abc import Callable, Sequence
 from itertools import combinations
 
@@ -21,6 +20,7 @@ from labkit.cluster.placement import Placement, placements
 from labkit.cluster.profile import Round, uncertainty
 from labkit.comm import Communicator
 from labkit.config import ExperimentConfig
+from labkit.engine.device import clock_of, to_device
 from labkit.engine.events import EventLog
 from labkit.engine.pace import pace_of, spread_over_backward
 from labkit.engine.random_state import seed_everything
@@ -55,6 +55,7 @@ class Probe:
         """Load the data and build the model, as a run of this experiment would."""
         self._config, self._placement, self._comm, self._log = config, placement, comm, log
         self._device = device
+        self._clock = clock_of(device)
         self._is_stop_wanted = is_stop_wanted
         self._dtype: torch.dtype = getattr(torch, config.engine.dtype)
         self._data = load_data(config.data)
@@ -65,25 +66,15 @@ class Probe:
         spread_over_backward(self._model.parameters(), self._pace)
         self._num_parameters = sum(p.numel() for p in self._model.parameters() if p.requires_grad)
 
-    def _clock(self) -> float:
-        if self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()
-        return time.perf_counter()
-
     def run(self) -> None:
         """Measure devices, then links.
 
         Raises:
             ConfigError: the model does not run with a single sample.
         """
-        place = self._placement
-        self._log.write(
-            "start",
-            rank=place.rank,
-            node=place.node,
-            local_rank=place.local_rank,
-            world_size=place.world_size,
-            device=str(self._device),
+        self._log.start(
+            self._placement,
+            str(self._device),
             num_params=self._num_parameters,
             gradient_bytes=self._num_parameters * self._dtype.itemsize,
             total_steps=MAX_ROUNDS,
@@ -143,9 +134,7 @@ class Probe:
         return None
 
     def _compute(self, size: int) -> None:
-        inputs, targets = self._data.train.batch(range(size))
-        dtype = self._dtype if inputs.is_floating_point() else None
-        inputs, targets = inputs.to(self._device, dtype), targets.to(self._device)
+        inputs, targets = to_device(self._data.train.batch(range(size)), self._device, self._dtype)
         self._pace.begin(size)
         losses, _ = self._data.losses(self._model(inputs), targets)
         self._pace.advance(FORWARD_SHARE)

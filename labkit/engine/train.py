@@ -15,13 +15,14 @@ from labkit.comm import Communicator, resident_bytes, sent_bytes
 from labkit.config import ExperimentConfig
 from labkit.data.sampler import GlobalSampler, Indices, SamplerState, even_extent, own_part
 from labkit.engine import checkpoint, random_state
+from labkit.engine.device import clock_of, to_device
 from labkit.engine.events import EventLog
 from labkit.engine.pace import pace_of, spread_over_backward
 from labkit.errors import ConfigError
 from labkit.optim.schedule import learning_rate_at
 from labkit.runfolder import RunFolder
 from labkit.sync import StepTotals, Strategy, build_strategy, synchronize_batch_norm
-from labkit.tasks import Batch, Data, Samples, build_model, load_data
+from labkit.tasks import Data, Samples, build_model, load_data
 
 
 @dataclass
@@ -61,6 +62,7 @@ class Trainer:
         """
         self.config, self.placement, self.comm, self.log, self.folder = config, placement, comm, log, folder
         self.device = device
+        self._clock = clock_of(device)
         self.dtype: torch.dtype = getattr(torch, config.engine.dtype)
         self.is_stop_wanted = is_stop_wanted
         self.data: Data = load_data(config.data)
@@ -117,11 +119,6 @@ class Trainer:
             rule=RebalanceRule(dead_band=self.config.shares.dead_band),
         )
 
-    def _clock(self) -> float:
-        if self.device.type == "cuda":
-            torch.cuda.current_stream(self.device).synchronize()
-        return time.perf_counter()
-
     def resume(self) -> None:
         """Go on from the newest whole checkpoint, if there is one."""
         say = lambda text: self.log.write("message", text=text)  # noqa: E731
@@ -172,9 +169,9 @@ class Trainer:
         """One step and its events."""
         self._step_began_at = time.perf_counter()
         totals, data_s, samples = self.step()
-        parts = self._say_step(totals, data_s, samples)
+        step_s, parts = self._say_step(totals, data_s, samples)
         if self.comm.rank == 0:
-            self._say_means(totals, parts)
+            self._say_means(totals, step_s, parts)
         return totals
 
     def step(self) -> tuple[StepTotals, float, int]:
@@ -247,16 +244,8 @@ class Trainer:
 
     def _fetch(self, samples: Samples, indices: "range | object") -> tuple[Tensor, Tensor, float]:
         began_at = time.perf_counter()
-        inputs, targets = self._to_device(samples.batch(indices))  # type: ignore[arg-type]
+        inputs, targets = to_device(samples.batch(indices), self.device, self.dtype)  # type: ignore[arg-type]
         return inputs, targets, time.perf_counter() - began_at
-
-    def _to_device(self, batch: Batch) -> Batch:
-        inputs, targets = batch
-        dtype = self.dtype if inputs.is_floating_point() else None
-        return (
-            inputs.to(self.device, dtype, non_blocking=True),
-            targets.to(self.device, non_blocking=True),
-        )
 
     def evaluate(self) -> dict[str, float]:
         """Loss and accuracy on the held-out samples, each counted once, over all workers."""
@@ -322,14 +311,9 @@ class Trainer:
         return {"step": self.progress.step, "epoch": round(epoch, 6), "samples": self.progress.samples}
 
     def _say_start(self) -> None:
-        place = self.placement
-        self.log.write(
-            "start",
-            rank=place.rank,
-            node=place.node,
-            local_rank=place.local_rank,
-            world_size=place.world_size,
-            device=str(self.device),
+        self.log.start(
+            self.placement,
+            str(self.device),
             num_params=sum(parameter.numel() for parameter in self.model.parameters()),
             local_batch_size=self.local_batch_sizes[self.comm.rank],
             total_steps=self.total_steps,
@@ -360,7 +344,7 @@ class Trainer:
         *,
         fetched_s: float = 0.0,
         held_s: float = 0.0,
-    ) -> dict[str, float]:
+    ) -> tuple[float, dict[str, float]]:
         """Write what the step's time was made of.
 
         Args:
@@ -371,7 +355,7 @@ class Trainer:
             held_s: Waiting before that until others had got as far.
 
         Returns:
-            Seconds by part.
+            Seconds of the step, and of its parts by name.
         """
         step_s = time.perf_counter() - self._step_began_at
         slowest_s = max(totals.busy_s)
@@ -392,11 +376,10 @@ class Trainer:
             step_s=round(step_s, 7),
             **{f"{name}_s": round(seconds, 7) for name, seconds in parts.items()},
         )
-        return parts
+        return step_s, parts
 
-    def _say_means(self, totals: StepTotals, parts: dict[str, float]) -> None:
+    def _say_means(self, totals: StepTotals, step_s: float, parts: dict[str, float]) -> None:
         """Write the run's figures of the step: worker 0's times, with everybody's mean wait."""
-        step_s = time.perf_counter() - self._step_began_at
         slowest_s = max(totals.busy_s)
         mean_wait_s = min(totals.exposed_s, slowest_s - sum(totals.busy_s) / len(totals.busy_s))
         parts["compute"] = max(0.0, parts["compute"] + parts["wait"] - mean_wait_s)
