@@ -155,13 +155,13 @@ def _can_emulate() -> bool:
 def test_an_emulated_link_is_measured(runs: Path, tmp_path: Path) -> None:
     need(_can_emulate(), "nodes can't be emulated here: needs iproute2 and the right to make namespaces")
     file = tmp_path / "c.yaml"
-    nodes = "nodes: [{name: a, workers: 1, up_mbit: 50}, {name: b, workers: 1}]"
-    file.write_text(f"# two\nlink_mbit: 200\n{nodes}\n")
+    nodes = "nodes: [{name: a, workers: 1, up_mbit: 25}, {name: b, workers: 1}]"
+    file.write_text(f"# two\nlink_mbit: 50\n{nodes}\n")
     words = ["model=mlp", "engine.global_batch_size=8", "engine.step_padding_s=0.02", "--emulate"]
     assert main(["probe", str(file), *words, "--figure", str(tmp_path / "f.html"), "--json"]) == 0
     rates = {(link.source, link.target): link.mbit for link in load_cluster(str(file)).measured_links}
-    assert rates["a", "b"] == pytest.approx(0.956 * 50, rel=0.15)
-    assert rates["b", "a"] == pytest.approx(0.956 * 200, rel=0.15)
+    assert rates["a", "b"] == pytest.approx(0.956 * 25, rel=0.15)
+    assert rates["b", "a"] == pytest.approx(0.956 * 50, rel=0.15)
     assert file.read_text().startswith("# two\n")
     assert "plotly" in (tmp_path / "f.html").read_text()
 
