@@ -47,6 +47,7 @@ def _refused(overrides: list[str]) -> str:
         ["cluster=3x2", "optimizer.learning_rate=1e-5", "seed=7"],
         ["model=gpt", "data=text", "optimizer=adamw", "optimizer.epsilon=1e-10"],
         ["model={name: 'my.models:build', options: {depth: 3, sizes: [1, 2.5], note: 'yes'}}"],
+        ["model={name: 'my.models:build', options: {'08': '08', '1e5': '1e5', '0o17': '0o17', on: '1:30'}}"],
         ["engine.clip_norm=1", "schedule.name=step", "schedule.milestones=[10, 20]"],
     ],
 )

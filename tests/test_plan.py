@@ -233,6 +233,14 @@ def test_a_plan_is_saved_changed_by_hand_and_pinned(tmp_path: Path) -> None:
     assert changed.rows == (("0 on n0", "25", "26", "+1"), ("3 on n3", "7", "6", "-1"))
 
 
+@pytest.mark.parametrize("name", ["08", "1e5", "0o17", "no"])
+def test_a_plan_of_a_node_that_is_named_like_a_number_reads_back(tmp_path: Path, name: str) -> None:
+    config = from_mapping({"cluster": {"nodes": [{"name": name, "workers": [{}, {}]}]}})
+    file = tmp_path / "plan.yaml"
+    save_plan(config, make_plan(config), file)
+    assert read_plan(file) == {name: list(make_plan(config).local_batch_sizes)}
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

@@ -4,10 +4,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from labkit.cluster.plan import Plan
-from labkit.config import ExperimentConfig, from_mapping, parse_yaml
+from labkit.config import ExperimentConfig, from_mapping, parse_yaml, print_yaml
 from labkit.errors import ConfigError
 from labkit.runfolder import write_atomically
 
@@ -29,7 +27,7 @@ def save_plan(config: ExperimentConfig, plan: Plan, path: str | Path) -> None:
     """
     text = f"# Samples of each worker per step, by node; they sum to {config.engine.global_batch_size}.\n"
     try:
-        body = yaml.safe_dump({"local_batch_sizes": shares_of(config, plan)}, sort_keys=False)
+        body = print_yaml({"local_batch_sizes": shares_of(config, plan)})
         write_atomically(Path(path), text + body)
     except OSError as error:
         raise ConfigError(

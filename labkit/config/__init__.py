@@ -46,7 +46,7 @@ from labkit.config._load import (
 )
 from labkit.config._plain import plain
 from labkit.config._presets import cluster_presets
-from labkit.config._yaml import parse_yaml
+from labkit.config._yaml import parse_yaml, print_yaml
 
 __all__ = [
     "AdamWConfig",
@@ -91,5 +91,6 @@ __all__ = [
     "load_cluster",
     "parse_yaml",
     "plain",
+    "print_yaml",
     "to_yaml",
 ]

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import ValidationError
 
 from labkit.config._experiment import (
@@ -20,7 +19,7 @@ from labkit.config._experiment import (
 from labkit.config._plain import plain
 from labkit.config._presets import cluster_presets
 from labkit.config._section import Section, members_of, raise_config_error
-from labkit.config._yaml import parse_yaml
+from labkit.config._yaml import parse_yaml, print_yaml
 from labkit.errors import ConfigError, did_you_mean
 
 _SHAPE = re.compile(r"^([1-9][0-9]*)x([1-9][0-9]*)$")
@@ -327,28 +326,12 @@ def _is_plain(value: Any) -> bool:
 
 def to_yaml(config: ExperimentConfig) -> str:
     """Print a configuration as YAML that loads back equal."""
-    return _dump(config.model_dump(mode="json"))
+    return print_yaml(config.model_dump(mode="json"))
 
 
 def cluster_to_yaml(cluster: ClusterConfig) -> str:
     """Print a cluster file that loads back equal; what has its default is left out."""
-    return _dump(cluster.model_dump(mode="json", exclude_defaults=True))
-
-
-def _dump(content: dict[str, Any]) -> str:
-    """YAML in which a float such as 1e-05 is 1.0e-05, so that YAML 1.1 readers take it for a number too."""
-
-    class _Dumper(yaml.SafeDumper):
-        pass
-
-    def write_float(dumper: yaml.SafeDumper, value: float) -> yaml.ScalarNode:
-        text = repr(value)
-        if "e" in text and "." not in text:
-            text = text.replace("e", ".0e")
-        return dumper.represent_scalar("tag:yaml.org,2002:float", text)
-
-    _Dumper.add_representer(float, write_float)
-    return yaml.dump(content, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+    return print_yaml(cluster.model_dump(mode="json", exclude_defaults=True))
 
 
 def json_schema() -> dict[str, Any]:

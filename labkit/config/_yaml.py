@@ -4,6 +4,7 @@ PyYAML reads YAML 1.1, where `1e-4` is text, `no` is false, `010` is eight and `
 """
 
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import yaml
@@ -36,6 +37,15 @@ _FLOAT = re.compile(
     r"^[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?$|^[-+]?\.(inf|Inf|INF)$|^\.(nan|NaN|NAN)$"
 )
 
+
+class _Dumper(yaml.SafeDumper):
+    """SafeDumper whose scalars both kinds of reader take for what they are.
+
+    Text that either would take for a number, a truth or nothing is quoted, as `08` and `1e5`, which are
+    text to YAML 1.1; a float such as 1e-05 is written 1.0e-05, which is a number to it too.
+    """
+
+
 for _tag, _pattern, _first in (
     ("tag:yaml.org,2002:bool", re.compile(r"^(true|True|TRUE|false|False|FALSE)$"), "tTfF"),
     ("tag:yaml.org,2002:null", re.compile(r"^(~|null|Null|NULL|)$"), ["~", "n", "N", ""]),
@@ -43,7 +53,18 @@ for _tag, _pattern, _first in (
     ("tag:yaml.org,2002:float", _FLOAT, "-+.0123456789"),
     ("tag:yaml.org,2002:merge", re.compile(r"^<<$"), "<"),
 ):
-    _CoreLoader.add_implicit_resolver(_tag, _pattern, list(_first))
+    for _class in (_CoreLoader, _Dumper):
+        _class.add_implicit_resolver(_tag, _pattern, list(_first))
+
+
+def _represent_float(dumper: yaml.SafeDumper, value: float) -> yaml.ScalarNode:
+    text = repr(value)
+    if "e" in text and "." not in text:
+        text = text.replace("e", ".0e")
+    return dumper.represent_scalar("tag:yaml.org,2002:float", text)
+
+
+_Dumper.add_representer(float, _represent_float)
 
 
 def _construct_int(loader: _CoreLoader, node: yaml.ScalarNode) -> int:
@@ -76,3 +97,8 @@ def parse_yaml(text: str, source: str = "YAML") -> Any:
         ) from None
     except yaml.YAMLError as error:
         raise ConfigError(f"{source} must be YAML, got a fault: {error}. Correct it.") from None
+
+
+def print_yaml(content: Mapping[str, Any]) -> str:
+    """Print what `parse_yaml`, and a reader of YAML 1.1, read back equal; keys keep their order."""
+    return yaml.dump(dict(content), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
