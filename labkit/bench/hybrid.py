@@ -8,13 +8,12 @@ from typing import Any
 
 from labkit.bench.emulated import check_links
 from labkit.bench.harness import Report, interleave
-from labkit.bench.partition import true_limit
+from labkit.bench.partition import true_limit, unlike_devices
 from labkit.config import ExperimentConfig, from_overrides
-from labkit.lab.failure import raise_if_failed
-from labkit.lab.heterogeneity import Study, probe
-from labkit.launch import start, warm_up
+from labkit.lab.heterogeneity import accuracy_points, probe
+from labkit.lab.run_all import run_one
+from labkit.launch import warm_up
 from labkit.launch.emulation import build
-from labkit.runfolder import RunFolder
 
 _RATES = (1000.0, 100.0)
 _REPEATS = 5
@@ -55,26 +54,19 @@ def measure(say: Callable[[str], None]) -> Report:
 
 
 def _base(mbit: float, *, batch: int, padding_s: float) -> ExperimentConfig:
-    return from_overrides(
+    return unlike_devices(
         {
             "name": "bench-hybrid",
-            "model": {"name": "mlp", "hidden_sizes": [320] * 4},
-            "cluster": "4x1-unlike",
             "cluster.link_mbit": mbit,
             "engine.global_batch_size": batch,
             "engine.step_padding_s": padding_s,
-            "engine.num_threads": 1,
             "engine.num_epochs": 20,
-            "engine.checkpoint_every_steps": 1_000_000,
-            "launch.is_emulated": True,
-            "launch.is_tracked": False,
         }
     )
 
 
 def _probed(base: ExperimentConfig) -> ExperimentConfig:
-    study = Study(base, throttled_rank=0, throttle_factor=1.0, remark="")
-    return study.planned(probe(base, wait=lambda run: run.wait()))
+    return probe(base, wait=lambda run: run.wait()).applied_to(base)
 
 
 @dataclass(frozen=True)
@@ -100,23 +92,13 @@ class _Outcome:
 
 
 def _run(config: ExperimentConfig) -> _Outcome:
-    run = start(config, is_repeat=True)
-    try:
-        run.wait()
-    finally:
-        run.stop()
-    raise_if_failed(run)
-    return _outcome(run.folder)
-
-
-def _outcome(folder: RunFolder) -> _Outcome:
+    folder = run_one(config, is_repeat=True).folder
     metrics = folder.history(0, ("metrics",))
     first, last = metrics[len(metrics) // 5], metrics[-1]
-    began_at = metrics[0]["t"] - metrics[0]["values"]["perf/step_ms"] / 1e3
     ends = [event for rank in folder.ranks() for event in folder.history(rank, ("end",))]
     return _Outcome(
         (last["samples"] - first["samples"]) / (last["t"] - first["t"]),
-        tuple((e["t"] - began_at, e["values"]["val/accuracy"]) for e in folder.history(0, ("eval",))),
+        tuple(accuracy_points(folder)[1]),
         sum(event.get("node_sent_bytes") or 0 for event in ends) / last["samples"],
     )
 

@@ -1,10 +1,11 @@
 """Unlike devices under a plan: two fast machines and two that are a quarter as fast."""
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from labkit.bench.emulated import check_links
-from labkit.bench.harness import Report, ratios
+from labkit.bench.harness import Report, interleave, ratios
 from labkit.bench.points import measured_point
 from labkit.cluster.partition import partition
 from labkit.cluster.plan import devices_of, make_plan, predict, workers_of
@@ -44,23 +45,32 @@ def measure(say: Callable[[str], None]) -> Report:
     return report
 
 
-def _study(mbit: float) -> Study:
-    base = from_overrides(
+def unlike_devices(changes: Mapping[str, Any]) -> ExperimentConfig:
+    """An experiment on emulated devices of speeds 4, 4, 1, 1, each on a node of its own."""
+    return from_overrides(
         {
-            "name": "bench-partition",
             "model": {"name": "mlp", "hidden_sizes": [320] * 4},
             "cluster": "4x1-unlike",
+            "engine.num_threads": 1,
+            "engine.checkpoint_every_steps": 1_000_000,
+            "launch.is_emulated": True,
+            "launch.is_tracked": False,
+            **changes,
+        }
+    )
+
+
+def _study(mbit: float) -> Study:
+    base = unlike_devices(
+        {
+            "name": "bench-partition",
             "cluster.link_mbit": mbit,
             "sync": "hierarchical",
             "engine.global_batch_size": 160,
             "engine.step_padding_s": 0.2,
-            "engine.num_threads": 1,
             "engine.num_epochs": 100,
             "engine.max_steps": 50,
             "engine.eval_every_steps": 1_000_000,
-            "engine.checkpoint_every_steps": 1_000_000,
-            "launch.is_emulated": True,
-            "launch.is_tracked": False,
         }
     )
     return Study(base, throttled_rank=1, throttle_factor=3.0, remark="")
@@ -78,12 +88,16 @@ def _add_plan(report: Report, study: Study, suffix: str, say: Callable[[str], No
     planned = study.planned(found)
     prediction = predict(planned, make_plan(planned))
     assert prediction is not None  # a probe gives every worker a profile
-    step_s: dict[str, list[float]] = {"equal split": [], "planned": []}
-    for index in range(_REPEATS):
-        for name in list(step_s)[:: 1 if index % 2 == 0 else -1]:
+
+    def side(name: str) -> Callable[[], float]:
+        def once() -> float:
             point = measured_point(study.config(name, found), say)
-            step_s[name].append(point.step_s)
             say(f"{name}{suffix}: {1e3 * point.step_s:.1f} ms {'; '.join(point.doubts)}")
+            return point.step_s
+
+        return once
+
+    step_s = interleave({name: side(name) for name in ("equal split", "planned")}, _REPEATS, warmup=0)
     batch, limit = study.base.engine.global_batch_size, true_limit(study.base)
     is_fast = not suffix
     report.add(

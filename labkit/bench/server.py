@@ -14,13 +14,13 @@ from torch import Tensor
 
 from labkit.bench.emulated import ForeignLoad, check_links, measured, run_emulated
 from labkit.bench.harness import Report, interleave, ratios
+from labkit.cluster.cost import PAYLOAD_SHARE
 from labkit.cluster.placement import Placement
 from labkit.comm import Communicator, MessageClient, MessageServer, Secret
 from labkit.config import from_overrides
 from labkit.launch.emulation import build
 
 _MBIT = 1000.0
-_PAYLOAD = 0.956  # of a link's rate that TCP can use at an MTU of 1500 bytes
 _NUM_FLOATS = 10_000_000
 _SIZE_BYTES = 4 * _NUM_FLOATS
 _WARMUP, _REPEATS, _PINGS = 2, 7, 50
@@ -59,7 +59,7 @@ def measure(say: Callable[[str], None]) -> Report:
 
 
 def _add_wire(report: Report, found: dict[str, Any]) -> None:
-    wire_s = 8 * _SIZE_BYTES / (_PAYLOAD * _MBIT * 1e6)
+    wire_s = 8 * _SIZE_BYTES / (PAYLOAD_SHARE * _MBIT * 1e6)
     for transport in _TRANSPORTS:
         times = found[transport]["times"]
         suffix, is_ours = ("", True) if transport == "ours" else (f"_{transport}", False)

@@ -1,6 +1,5 @@
 """Summing gradients inside a node: shared memory against gloo, and against the memory itself."""
 
-import os
 import time
 from collections.abc import Callable
 
@@ -9,6 +8,7 @@ import torch.distributed as dist
 
 from labkit.bench.harness import Report, interleave, ratios
 from labkit.comm import Arena, Communicator, Counters, padded_bytes
+from labkit.engine.quota import num_cores
 from labkit.launch.forked import run_workers
 from labkit.sync.node_reduce import NodeReducer, cut
 
@@ -20,8 +20,8 @@ _REPEATS = 7
 def measure(say: Callable[[str], None]) -> Report:
     """Measure all sizes; about a minute on two cores."""
     report = Report("shm")
-    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    for num_workers in sorted({_NUM_WORKERS, min(_NUM_WORKERS, num_cores)} - {1}, reverse=True):
+    cores = num_cores()
+    for num_workers in sorted({_NUM_WORKERS, min(_NUM_WORKERS, cores)} - {1}, reverse=True):
         suffix = "" if num_workers == _NUM_WORKERS else f"_{num_workers}_workers"
         for name, num in _SIZES.items():
             say(f"{num:,} floats over {num_workers} workers")
@@ -32,10 +32,10 @@ def measure(say: Callable[[str], None]) -> Report:
         "over_memcpy: our time over that of the unavoidable traffic (each row read once, the sum written "
         "once) at the bandwidth of a copy by all workers at once, measured in the same round"
     )
-    if num_cores < _NUM_WORKERS:
+    if cores < _NUM_WORKERS:
         report.notes.append(
-            f"{_NUM_WORKERS} workers share {num_cores} cores: their figures include waiting for a core, "
-            f"which a copy that waits for nobody does not. With {num_cores} workers nobody does."
+            f"{_NUM_WORKERS} workers share {cores} cores: their figures include waiting for a core, "
+            f"which a copy that waits for nobody does not. With {cores} workers nobody does."
         )
     return report
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from labkit.bench.emulated import check_links, measured, run_emulated
 from labkit.bench.harness import Report, interleave, ratios
+from labkit.cluster.cost import PAYLOAD_SHARE
 from labkit.cluster.placement import Placement, placements
 from labkit.comm import Communicator, resident_bytes
 from labkit.config import ClusterConfig, ExperimentConfig, from_overrides
@@ -19,7 +20,6 @@ from labkit.launch.emulation import build
 from labkit.sync import Hierarchical, Strategy, build_strategy
 
 _MBIT = 1000.0
-_PAYLOAD = 0.956  # of a link's rate that TCP can use at an MTU of 1500 bytes
 _NUM_LAYERS = 10
 _WIDTH = 1000  # ten layers of a million parameters each
 _FORWARD_S, _BACKWARD_S = 0.1, 0.3
@@ -56,7 +56,7 @@ def measure(say: Callable[[str], None]) -> Report:
 
 
 def _wire_s(num_bytes: float, num_nodes: int = 4) -> float:
-    return 2 * (num_nodes - 1) / num_nodes * num_bytes * 8 / (_PAYLOAD * _MBIT * 1e6)
+    return 2 * (num_nodes - 1) / num_nodes * num_bytes * 8 / (PAYLOAD_SHARE * _MBIT * 1e6)
 
 
 # --- models -----------------------------------------------------------------

@@ -13,6 +13,11 @@ from labkit.config import (
 PAYLOAD_SHARE = 0.956
 """Part of a link's rate that TCP can use: 1448 of the 1514 bytes of a full Ethernet frame."""
 
+CHUNK_BYTES = 2**20
+"""Gradient bytes that travel together, where nothing says otherwise."""
+
+_LEAST_CHUNK_BYTES = 2**18
+
 FORWARD_SHARE = 1 / 3
 """Of a pass: the backward pass does two matrix products for each one of the forward pass."""
 
@@ -94,6 +99,14 @@ def payload_rate(cluster: ClusterConfig) -> float | None:
     return None if limit is None else PAYLOAD_SHARE * limit
 
 
+def overlapped_chunk_bytes(model_bytes: int) -> int:
+    """Size of a chunk that is sent during back-propagation, where none is given.
+
+    About 1 MiB; a smaller model is cut into four, so that most of them leave before its end.
+    """
+    return max(_LEAST_CHUNK_BYTES, min(CHUNK_BYTES, model_bytes // 4))
+
+
 def exposed_s(config: ExperimentConfig, compute_s: float) -> float:
     """Seconds of a step's communication that nothing hides, as far as is known; 0 without a probe.
 
@@ -110,7 +123,7 @@ def exposed_s(config: ExperimentConfig, compute_s: float) -> float:
     whole_s = wire_s(config, model_bytes)
     sync = config.sync
     if isinstance(sync, HierarchicalConfig) and sync.is_overlapped:
-        bucket_bytes = sync.chunk_bytes or min(2**20, max(2**18, model_bytes // 4))
+        bucket_bytes = sync.chunk_bytes or overlapped_chunk_bytes(model_bytes)
     elif isinstance(sync, AllReduceConfig):
         bucket_bytes = sync.bucket_bytes
     else:

@@ -27,6 +27,11 @@ class Placement:
     local_world_size: int
     device: str
 
+    @property
+    def label(self) -> str:
+        """How tables and figures of a plan name the worker: `2 on node1`."""
+        return f"{self.rank} on {self.node}"
+
 
 def placements(cluster: ClusterConfig) -> list[Placement]:
     """The place of every worker, by rank; shape (W,)."""

@@ -35,10 +35,11 @@ def num_threads(engine: EngineConfig, num_here: int) -> int:
         engine: The configuration.
         num_here: Workers of the run on this machine, which share its cores.
     """
-    return engine.num_threads or max(1, _num_cores() // num_here)
+    return engine.num_threads or max(1, num_cores() // num_here)
 
 
-def _num_cores() -> int:
+def num_cores() -> int:
+    """Processor cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -167,8 +168,8 @@ class Quotas:
 
     def __str__(self) -> str:
         text = f"processor quotas of {', '.join(f'{share:.3g}' for share in self.cores)} cores"
-        if sum(self.cores) > _num_cores() + 1e-9:
-            text += f", MORE THAN THE {_num_cores()} HERE: speeds come out less unlike"
+        if sum(self.cores) > num_cores() + 1e-9:
+            text += f", MORE THAN THE {num_cores()} HERE: speeds come out less unlike"
         return text
 
 

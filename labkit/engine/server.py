@@ -26,7 +26,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -51,7 +51,7 @@ from labkit.errors import ConfigError, LabkitError
 from labkit.optim.build import build_optimizer
 from labkit.optim.schedule import learning_rate_at
 from labkit.runfolder import RunFolder
-from labkit.sync.ledger import Extent, Ledger, Push, Update, as_header
+from labkit.sync.ledger import Extent, Ledger, Push, Update
 from labkit.sync.server_shard import Key, ServerShard, flat_parameters, shard_borders, trained
 from labkit.tasks import build_model, load_data
 
@@ -434,7 +434,7 @@ class Coordinator:
             self._evaluator = group
         self._order("deliver", {"group": group, "number": number})
         answer: dict[str, Any] = {"what": "extent" if extent is not None else "evaluate", "number": number}
-        answer |= {"extent": as_header(extent)} if extent is not None else {}
+        answer |= {"extent": asdict(extent)} if extent is not None else {}
         answer |= {"step": self._step, "samples": self._ledger.applied_samples, "is_evaluated": is_evaluator}
         self._messages.reply(message, answer, [self._buffers])
 

@@ -71,14 +71,15 @@ def speed(series: Series) -> list[Any]:
     return _line_traces(line, _PENS["train"], "", "middle right", series.step)
 
 
-_SHARE_PENS = (
-    ("#0072B2", "solid"),
-    ("#D55E00", "dash"),
-    ("#009E73", "dashdot"),
-    ("#CC79A7", "dot"),
-    ("#E69F00", "longdash"),
-    ("#56B4E9", "longdashdot"),
+WORKER_PENS = (
+    ("#0072B2", "solid", "circle"),
+    ("#D55E00", "dash", "square"),
+    ("#009E73", "dashdot", "diamond"),
+    ("#CC79A7", "dot", "triangle-up"),
+    ("#E69F00", "longdash", "cross"),
+    ("#56B4E9", "longdashdot", "x"),
 )
+"""Colour, dash and mark of a worker's line, by rank, over again after the sixth."""
 
 
 def share_lines(series: Series) -> list[Any]:
@@ -86,7 +87,7 @@ def share_lines(series: Series) -> list[Any]:
     traces = []
     for rank in sorted(series.workers):
         worker, line = series.workers[rank], series.line(f"shares/rank{rank:02d}")
-        color, dash = _SHARE_PENS[rank % len(_SHARE_PENS)]
+        color, dash, _ = WORKER_PENS[rank % len(WORKER_PENS)]
         steps = [1, *(step + 1 for step in line.steps), max(1, series.step)]
         sizes = [worker.local_batch_size, *line.values]
         traces.append(

@@ -1,4 +1,4 @@
-"""Train many configurations, a few at a time."""
+"""Train one configuration to its end, or many, a few at a time."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -7,8 +7,37 @@ from labkit.config import ExperimentConfig
 from labkit.errors import ConfigError
 from labkit.lab.failure import raise_if_failed
 from labkit.launch import Run, start
+from labkit.runfolder import RunStatus
 
 _POLL_S = 0.05
+
+
+def run_one(
+    config: ExperimentConfig,
+    *,
+    is_repeat: bool = False,
+    on_poll: Callable[[RunStatus], None] | None = None,
+) -> Run:
+    """Train one configuration to its end, unless an equal run has finished before.
+
+    When the waiting is interrupted, the run is stopped; calling again goes on from there.
+
+    Args:
+        config: What to train.
+        is_repeat: Train it in any case.
+        on_poll: Called about ten times a second with the run's state.
+
+    Raises:
+        RunFailed: it ended in another state than finished.
+        ConfigError: it can't be started here.
+    """
+    run = start(config, is_repeat=is_repeat)
+    try:
+        run.wait(on_poll=on_poll)
+    finally:
+        run.stop()  # of use only when the waiting was interrupted
+    raise_if_failed(run)
+    return run
 
 
 def run_all(

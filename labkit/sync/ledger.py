@@ -18,7 +18,7 @@ what it decides. So its promises can be tested by themselves:
 
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from labkit.cluster.partition import split_batch
@@ -333,8 +333,3 @@ class Ledger:
         for group in self._groups:
             group.under_way.clear()
             group.is_here = False
-
-
-def as_header(extent: Extent) -> dict[str, int]:
-    """An extent for a message."""
-    return asdict(extent)

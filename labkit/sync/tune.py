@@ -5,12 +5,10 @@ from dataclasses import dataclass
 
 import torch
 
+from labkit.cluster.cost import CHUNK_BYTES, overlapped_chunk_bytes
 from labkit.comm import Communicator
 from labkit.config import HierarchicalConfig
 
-DEFAULT_CHUNK_BYTES = 2**20
-_LEAST_CHUNK_BYTES = 2**18
-_NUM_OVERLAPPED = 4  # chunks of a small model, so that most of them leave before back-propagation ends
 _TRIAL_BYTES = 4 * 2**20
 _PATIENCE_S = 0.5
 _CLEAR_GAIN = 0.05
@@ -52,12 +50,10 @@ def candidates(config: HierarchicalConfig, nodes: Sequence[Sequence[int]], size_
     counts = sorted({1, fewest}, reverse=config.is_overlapped)
     if config.num_senders:
         counts = [config.num_senders]
-    usual_bytes = DEFAULT_CHUNK_BYTES
-    if config.is_overlapped:
-        usual_bytes = max(_LEAST_CHUNK_BYTES, min(DEFAULT_CHUNK_BYTES, size_bytes // _NUM_OVERLAPPED))
+    usual_bytes = overlapped_chunk_bytes(size_bytes) if config.is_overlapped else CHUNK_BYTES
     sizes = [config.chunk_bytes or usual_bytes]
-    if not config.is_overlapped and not config.chunk_bytes and size_bytes > DEFAULT_CHUNK_BYTES:
-        sizes.append(4 * DEFAULT_CHUNK_BYTES)
+    if not config.is_overlapped and not config.chunk_bytes and size_bytes > CHUNK_BYTES:
+        sizes.append(4 * CHUNK_BYTES)
     return [Plan(count, size) for count in counts for size in sizes]
 
 

@@ -4,7 +4,14 @@ from labkit.lab.heterogeneity._plan_view import diff_table, doubts, plan_figure,
 from labkit.lab.heterogeneity._probe import Probe, WorkerProbe, probe, read_probe
 from labkit.lab.heterogeneity._probe_view import link_table, profile_table, profiles
 from labkit.lab.heterogeneity._study import COMPARED, RUNS, Result, Study, record
-from labkit.lab.heterogeneity._study_view import accuracies, accuracy_table, speeds, step_times, table
+from labkit.lab.heterogeneity._study_view import (
+    accuracies,
+    accuracy_points,
+    accuracy_table,
+    speeds,
+    step_times,
+    table,
+)
 from labkit.lab.heterogeneity._what_if import what_if
 
 __all__ = [
@@ -15,6 +22,7 @@ __all__ = [
     "Study",
     "WorkerProbe",
     "accuracies",
+    "accuracy_points",
     "accuracy_table",
     "diff_table",
     "doubts",

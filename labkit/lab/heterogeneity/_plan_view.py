@@ -23,7 +23,7 @@ def plan_table(config: ExperimentConfig, plan: Plan) -> Table:
     for place in placements(config.cluster):
         size, limit = plan.local_batch_sizes[place.rank], plan.micro_batch_sizes[place.rank]
         row: tuple[Cell, ...] = (
-            f"{place.rank} on {place.node}",
+            place.label,
             str(size),
             f"{size / config.engine.global_batch_size:.1%}",
             str(-(-size // limit) if limit else min(size, 1)),
@@ -88,7 +88,7 @@ def doubts(config: ExperimentConfig, plan: Plan) -> list[str]:
 def plan_figure(config: ExperimentConfig, plan: Plan) -> go.Figure:
     """Every worker's predicted busy time under the plan, and under an equal split; None known: samples."""
     split = plan.partition
-    names = [f"{place.rank} on {place.node}" for place in placements(config.cluster)]
+    names = [place.label for place in placements(config.cluster)]
     sizes = [f"{size} samples" for size in plan.local_batch_sizes]
     figure = go.Figure()
     if split is None:
@@ -128,7 +128,7 @@ def plan_figure(config: ExperimentConfig, plan: Plan) -> go.Figure:
 def diff_table(config: ExperimentConfig, old: Plan, new: Plan) -> Table:
     """Where two plans differ."""
     rows: list[tuple[Cell, ...]] = [
-        (f"{place.rank} on {place.node}", str(a), str(b), f"{b - a:+d}")
+        (place.label, str(a), str(b), f"{b - a:+d}")
         for place, a, b in zip(
             placements(config.cluster), old.local_batch_sizes, new.local_batch_sizes, strict=True
         )

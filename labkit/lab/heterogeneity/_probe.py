@@ -81,6 +81,10 @@ class Probe:
             }
         )
 
+    def applied_to(self, config: ExperimentConfig) -> ExperimentConfig:
+        """An experiment on the cluster with its profiles."""
+        return from_overrides({"cluster": self.cluster.model_dump(mode="json")}, base=config)
+
     def save(self, path: str | Path) -> Path:
         """Write the cluster with its profiles; comments at the top of an older file are kept.
 

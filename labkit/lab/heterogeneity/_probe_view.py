@@ -2,26 +2,18 @@
 
 import plotly.graph_objects as go
 
+from labkit.lab._traces import WORKER_PENS
 from labkit.lab.figures import TEMPLATE
-from labkit.lab.heterogeneity._probe import Probe, WorkerProbe
+from labkit.lab.heterogeneity._probe import Probe
 from labkit.lab.tables import Cell, Table
-
-_PENS = [
-    ("#0072B2", "solid", "circle"),
-    ("#D55E00", "dash", "square"),
-    ("#009E73", "dashdot", "diamond"),
-    ("#CC79A7", "dot", "triangle-up"),
-    ("#E69F00", "longdash", "cross"),
-    ("#56B4E9", "longdashdot", "x"),
-]
 
 
 def profiles(probe: Probe) -> go.Figure:
     """Time of a micro-step by its size: every measurement, and the fitted line of each worker."""
     figure = go.Figure()
     for worker in probe.workers:
-        color, dash, symbol = _PENS[worker.place.rank % len(_PENS)]
-        name = _name(worker)
+        color, dash, symbol = WORKER_PENS[worker.place.rank % len(WORKER_PENS)]
+        name = worker.place.label
         sizes = sorted(worker.rounds[0])
         points = [(size, 1e3 * each[size]) for each in worker.rounds for size in sizes]
         line = [1e3 * (worker.profile.alpha_s + worker.profile.beta_s * size) for size in sizes]
@@ -42,15 +34,11 @@ def profiles(probe: Probe) -> go.Figure:
     return figure
 
 
-def _name(worker: WorkerProbe) -> str:
-    return f"{worker.place.rank} on {worker.place.node}"
-
-
 def profile_table(probe: Probe) -> Table:
     """Every worker's line, how sure it is, and its memory's limit."""
     rows: list[tuple[Cell, ...]] = [
         (
-            _name(worker),
+            worker.place.label,
             1e3 * worker.profile.alpha_s,
             1e3 * worker.profile.beta_s,
             1 / worker.profile.beta_s,

@@ -12,13 +12,12 @@ from labkit.cluster.plan import make_plan, predict
 from labkit.config import ExperimentConfig, from_overrides, from_parameters
 from labkit.errors import ConfigError
 from labkit.lab._values import json_safe
-from labkit.lab.failure import raise_if_failed
 from labkit.lab.heterogeneity._probe import Probe, probe
 from labkit.lab.report import Verdict
+from labkit.lab.run_all import run_one
 from labkit.lab.scaling import Point, run_point
 from labkit.lab.scaling._study import NEVER, emulated_or_loopback
 from labkit.lab.series import read_series
-from labkit.launch import start
 from labkit.runfolder import find_run, runs_root, write_atomically
 
 AIM_OF_LIMIT = 0.95
@@ -92,7 +91,7 @@ class Study:
 
     def planned(self, found: Probe) -> ExperimentConfig:
         """The experiment on the probed cluster."""
-        return from_overrides({"cluster": found.cluster.model_dump(mode="json")}, base=self.base)
+        return found.applied_to(self.base)
 
     def config(self, name: str, found: Probe) -> ExperimentConfig:
         """One of `RUNS`."""
@@ -149,12 +148,7 @@ class Study:
             config = from_overrides({**changes, "engine.eval_every_steps": None}, base=self.planned(found))
             if config.sync.name == "hybrid":
                 config = from_overrides(dict(self.hybrid), base=config)
-            run = start(config)
-            try:
-                run.wait()
-            finally:
-                run.stop()  # of use only when the waiting was interrupted
-            raise_if_failed(run)
+            run = run_one(config)
             keys[name] = run.key
             say(f"{name}: accuracy {read_series(run).last('val/accuracy') or 0.0:.3f} at the end")
         return keys

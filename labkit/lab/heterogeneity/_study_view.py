@@ -8,7 +8,7 @@ from plotly.subplots import make_subplots
 from labkit.lab.figures import TEMPLATE
 from labkit.lab.heterogeneity._study import Result
 from labkit.lab.tables import Cell, Table
-from labkit.runfolder import find_run
+from labkit.runfolder import RunFolder, find_run
 
 _PENS = {
     "equal split": ("#999999", "dot"),
@@ -76,7 +76,7 @@ def accuracies(keys: Mapping[str, str]) -> go.Figure:
     figure = make_subplots(rows=1, cols=2, shared_yaxes=True, horizontal_spacing=0.06, subplot_titles=panels)
     for name, key in keys.items():
         color, dash, symbol = _COMPARED_PENS.get(name, ("#222222", "solid", "x"))
-        for col, points in enumerate(_accuracy_points(key), start=1):
+        for col, points in enumerate(accuracy_points(find_run(key)), start=1):
             unit = "samples" if col == 1 else "s"
             figure.add_scatter(
                 x=[x for x, _ in points], y=[y for _, y in points], name=name, legendgroup=name,
@@ -92,9 +92,8 @@ def accuracies(keys: Mapping[str, str]) -> go.Figure:
     return figure
 
 
-def _accuracy_points(key: str) -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
+def accuracy_points(folder: RunFolder) -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
     """Accuracy by samples, and by seconds since the first step began."""
-    folder = find_run(key)
     metrics = folder.history(0, ("metrics",))
     began_at = metrics[0]["t"] - metrics[0]["values"]["perf/step_ms"] / 1e3
     evals = [
@@ -108,7 +107,7 @@ def _accuracy_points(key: str) -> tuple[list[tuple[float, float]], list[tuple[fl
 
 def accuracy_table(keys: Mapping[str, str]) -> Table:
     """Accuracy at the end, and seconds to get within one point of the best run's."""
-    points = {name: _accuracy_points(key)[1] for name, key in keys.items()}
+    points = {name: accuracy_points(find_run(key))[1] for name, key in keys.items()}
     best = max((value for own in points.values() for _, value in own), default=0.0)
     rows: list[tuple[Cell, ...]] = []
     for name, own in points.items():

@@ -7,8 +7,7 @@ from typing import Any
 
 from labkit.cluster.cost import bound_s, sent_bytes, shape_text, slowest_mbit, wire_s
 from labkit.config import ExperimentConfig, HierarchicalConfig, LocalSgdConfig, from_overrides
-from labkit.lab.failure import raise_if_failed
-from labkit.launch import start
+from labkit.lab.run_all import run_one
 from labkit.runfolder import RunFolder, RunStatus
 
 BYTES_TOLERANCE = 0.05
@@ -101,13 +100,7 @@ def run_point(
         RunFailed: it did not finish.
         ConfigError: the cluster can't be emulated here.
     """
-    run = start(config, is_repeat=is_repeat)
-    try:
-        run.wait(on_poll=on_poll)
-    finally:
-        run.stop()  # of use only when the waiting was interrupted
-    raise_if_failed(run)
-    return sum_up(run.folder)
+    return sum_up(run_one(config, is_repeat=is_repeat, on_poll=on_poll).folder)
 
 
 def sum_up(folder: RunFolder) -> Point:
