@@ -1,6 +1,7 @@
 """Fixtures and leak guards of the whole suite."""
 
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -112,6 +113,12 @@ def _no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
     for pid in left.get("processes", set()):
         left[f"process {pid}"] = {_describe({pid})}  # type: ignore[arg-type]
     assert not left, f"the test left behind: {left}"
+
+
+def pytest_configure() -> None:
+    """A shell's background jobs ignore Ctrl-C, and so would all that the tests start and interrupt."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -285,7 +285,6 @@ def test_a_run_ends_with_the_process_that_started_it(runs: Path, tmp_path: Path,
 def test_ctrl_c_while_torch_is_imported_says_nothing_of_it() -> None:
     code = """if True:
         import labkit, os, signal, time
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
         labkit.warm_up()
         time.sleep(0.5)
         os.killpg(0, signal.SIGINT)
