@@ -50,3 +50,16 @@ def placements(cluster: ClusterConfig) -> list[Placement]:
                 )
             )
     return found
+
+
+def server_ranks(cluster: ClusterConfig) -> range:
+    """A number for each node's server beside those of the workers, for its log and its sign of life."""
+    return range(cluster.num_workers, cluster.num_workers + len(cluster.nodes))
+
+
+def process_name(cluster: ClusterConfig, rank: int) -> tuple[str, str]:
+    """What to call a worker, or a server by its `server_ranks` number, and its node's name."""
+    if rank < cluster.num_workers:
+        return f"worker {rank}", placements(cluster)[rank].node
+    index = rank - cluster.num_workers
+    return f"server {index}", cluster.nodes[index].name

@@ -18,7 +18,7 @@ from labkit.comm import address_towards, interface_towards
 from labkit.config import ExperimentConfig
 from labkit.engine.worker import die_with_parent, write_error
 from labkit.launch.emulation import Network
-from labkit.launch.launcher import Exit
+from labkit.launch.launcher import Exit, Launcher
 from labkit.launch.verdict import signal_text
 from labkit.runfolder import RunFolder
 
@@ -52,7 +52,7 @@ class ElasticTask:
     num_here: int
 
 
-class ElasticLauncher:
+class ElasticLauncher(Launcher):
     """One node's workers, started and restarted by torch.distributed.run's agent in a child process."""
 
     def __init__(

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from multiprocessing.process import BaseProcess
 
-from labkit.cluster.placement import Placement, placements
+from labkit.cluster.placement import Placement, placements, process_name, server_ranks
 from labkit.cluster.plan import make_plan
 from labkit.comm import Rendezvous, Secret
 from labkit.config import AsyncConfig, ExperimentConfig
@@ -18,7 +18,7 @@ from labkit.engine.hybrid import GroupPlace
 from labkit.engine.server import ServerTask, given_up_key, run_server
 from labkit.engine.worker import WorkerTask, die_with_parent, keep_alive, redirect_output
 from labkit.launch.emulation import Network
-from labkit.launch.launcher import Exit
+from labkit.launch.launcher import Exit, Launcher
 from labkit.launch.local import LocalLauncher
 from labkit.launch.verdict import root_cause
 from labkit.runfolder import RunFolder
@@ -37,7 +37,7 @@ class _Group:
     last_exits: list[Exit] = field(default_factory=list)
 
 
-class GroupLauncher:
+class GroupLauncher(Launcher):
     """One server on every node, and the workers in their groups.
 
     What ends a run is a server that ends before its time, bad input, or the loss of the last group.
@@ -69,7 +69,8 @@ class GroupLauncher:
         self._close = list(close_in_worker)
         self._places: list[Placement] = placements(config.cluster)
         self._secret = Secret.new().to_text()
-        self._nodes = [node.name for node in config.cluster.nodes]
+        self._cluster = config.cluster
+        self._server_ranks = server_ranks(config.cluster)
         self._servers: list[BaseProcess] = []
         self._groups = [
             self._make_group(index, ranks) for index, ranks in enumerate(make_plan(config).groups)
@@ -80,7 +81,7 @@ class GroupLauncher:
 
     def _make_group(self, index: int, ranks: Sequence[int]) -> _Group:
         servers = self._tasks[0].rendezvous
-        place = GroupPlace(index, tuple(ranks), servers, len(self._nodes), self._secret)
+        place = GroupPlace(index, tuple(ranks), servers, len(self._cluster.nodes), self._secret)
         return _Group(place, self._launcher_of(place, 1))
 
     def _launcher_of(self, place: GroupPlace, start: int) -> LocalLauncher:
@@ -95,17 +96,17 @@ class GroupLauncher:
 
     def start(self) -> None:
         first = self._tasks[0]
-        for index, node in enumerate(self._nodes):
+        for index, rank in enumerate(self._server_ranks):
             task = ServerTask(
                 first.folder,
                 index,
-                len(self._nodes),
+                len(self._cluster.nodes),
                 first.rendezvous,
                 self._secret,
                 first.attempt,
                 first.import_paths,
             )
-            rank = self.server_rank(index)
+            node = self._cluster.nodes[index].name
             process = _FORK.Process(
                 target=_server_main, args=(task, rank, node, self._network, os.getpid(), self._close)
             )
@@ -114,25 +115,14 @@ class GroupLauncher:
         for group in self._groups:
             group.launcher.start()
 
-    def server_rank(self, index: int) -> int:
-        """A number for a server beside those of the workers, for its log and its sign of life."""
-        return len(self._places) + index
-
-    def name_of(self, rank: int) -> tuple[str, str]:
-        """What to call a process, and its node."""
-        if rank < len(self._places):
-            return f"worker {rank}", self._places[rank].node
-        index = rank - len(self._places)
-        return f"server {index}", self._nodes[index]
-
     def sentinels(self) -> list[int]:
         live = [process.sentinel for process in self._servers if process.exitcode is None]
         return live + [sentinel for group in self._groups for sentinel in group.launcher.sentinels()]
 
     def exits(self) -> list[Exit]:
         found = [
-            Exit(None, process.exitcode, " on ".join(self.name_of(self.server_rank(index))))
-            for index, process in enumerate(self._servers)
+            Exit(None, process.exitcode, " on ".join(process_name(self._cluster, rank)))
+            for rank, process in zip(self._server_ranks, self._servers, strict=True)
             if process.exitcode
         ]
         fatal = [group for group in self._groups if self._has_bad_input(group)]
@@ -152,8 +142,8 @@ class GroupLauncher:
 
     def pids(self) -> dict[int, int]:
         found = {
-            self.server_rank(index): process.pid
-            for index, process in enumerate(self._servers)
+            rank: process.pid
+            for rank, process in zip(self._server_ranks, self._servers, strict=True)
             if process.pid is not None and process.exitcode is None
         }
         for group in self._groups:
@@ -203,7 +193,7 @@ class GroupLauncher:
 
     def lose(self, rank: int) -> bool:
         """Treat a process that shows no life as lost; whether the run can go on without it."""
-        if rank >= len(self._places):
+        if rank in self._server_ranks:
             self._silent_servers.add(rank)
             return False
         for group in self._groups:

@@ -51,8 +51,23 @@ class Launcher(Protocol):
         """End all workers at once (SIGKILL) and reap them."""
         ...
 
+    # What only launchers of strategies that outlive a loss have to do; others keep these.
 
-class SeveralLaunchers:
+    def tend(self) -> None:
+        """Start again, or do without, what was lost and the run can spare; called many times a second."""
+        return
+
+    def lose(self, rank: int) -> bool:
+        """Treat a process that shows no life as lost; whether the run can go on without it."""
+        return False
+
+    @property
+    def is_server_lost(self) -> bool:
+        """A server has ended before its time, or shows no life."""
+        return False
+
+
+class SeveralLaunchers(Launcher):
     """Several launchers as one, for several nodes on this machine."""
 
     def __init__(self, launchers: Sequence[Launcher]) -> None:

@@ -9,13 +9,13 @@ from multiprocessing.process import BaseProcess
 
 from labkit.engine.worker import WorkerTask, die_with_parent, redirect_output, run_worker
 from labkit.launch.emulation import Network
-from labkit.launch.launcher import Exit
+from labkit.launch.launcher import Exit, Launcher
 from labkit.runfolder import RunFolder
 
 _FORK = multiprocessing.get_context("fork")
 
 
-class LocalLauncher:
+class LocalLauncher(Launcher):
     """All workers of a run on this machine, as direct children of the supervisor."""
 
     def __init__(

@@ -15,7 +15,7 @@ from typing import Any
 
 import psutil
 
-from labkit.cluster.placement import Placement, placements
+from labkit.cluster.placement import Placement, placements, process_name, server_ranks
 from labkit.comm import Rendezvous, StoreServer
 from labkit.config import AsyncConfig, ExperimentConfig
 from labkit.engine.events import EventLog
@@ -189,8 +189,7 @@ class Supervisor:
         self._is_stop_asked = True
 
     def _run_once(self) -> End:
-        num_workers, num_nodes = self._config.cluster.num_workers, len(self._config.cluster.nodes)
-        for rank in (*(place.rank for place in self._places), *range(num_workers, num_workers + num_nodes)):
+        for rank in (*(place.rank for place in self._places), *server_ranks(self._config.cluster)):
             # The age of a sign of life in the attempt before is not that of this one.
             self._folder.alive_file(rank).unlink(missing_ok=True)
         launcher = self._make_launcher()
@@ -201,7 +200,7 @@ class Supervisor:
             self._record_workers(launcher.pids())
             self._ensure_tracker()
             end = self._watch(launcher)
-            self._is_server_lost = isinstance(launcher, GroupLauncher) and launcher.is_server_lost
+            self._is_server_lost = launcher.is_server_lost
             return end
         finally:
             launcher.kill()
@@ -258,8 +257,7 @@ class Supervisor:
         while True:
             wait(launcher.sentinels(), timeout=0.2)
             self._beat(launcher)
-            if isinstance(launcher, GroupLauncher):
-                launcher.tend()
+            launcher.tend()
             if any(end.code for end in launcher.exits()):
                 return self._failed(launcher)
             if launcher.is_over():
@@ -340,12 +338,9 @@ class Supervisor:
             return None
         age_s, rank = oldest
         why = _why_silent(pids[rank])
-        if isinstance(launcher, GroupLauncher):
-            name, node = launcher.name_of(rank)
-            if launcher.lose(rank):
-                return None
-        else:
-            name, node = f"worker {rank}", next(p.node for p in self._places if p.rank == rank)
+        if launcher.lose(rank):
+            return None
+        name, node = process_name(self._config.cluster, rank)
         text = f"{name} on {node} showed no life for {age_s:.0f} s{why}"
         known = rank if rank < self._config.cluster.num_workers else None
         return End(state=RunState.FAILED, error=RunError(message=text, rank=known, node=node))
