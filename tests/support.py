@@ -2,6 +2,8 @@
 
 import contextlib
 import os
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -9,6 +11,7 @@ import psutil
 import pytest
 
 if TYPE_CHECKING:
+    from labkit.launch import Run
     from labkit.launch.emulation import Emulation
 
 
@@ -19,6 +22,25 @@ def need(condition: bool, reason: str) -> None:
     if os.environ.get("CI") == "true":
         pytest.fail(f"in CI this must run: {reason}")
     pytest.skip(reason)
+
+
+def until(condition: Callable[[], object], what: str, limit_s: float = 60.0) -> None:
+    """Wait for something to come true."""
+    deadline = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < deadline, f"no {what} within {limit_s} s"
+        time.sleep(0.02)
+
+
+def until_step(run: "Run", step: int) -> None:
+    """Wait until a run that goes on has done a step."""
+
+    def is_reached() -> bool:
+        status = run.status()
+        assert not status.state.is_final, (status.state, status.error)
+        return any(event["step"] >= step for event in run.folder.history())
+
+    until(is_reached, f"step {step}")
 
 
 def namespaces_of(emulation: "Emulation") -> set[str]:

@@ -35,7 +35,18 @@ HOMES = {
 }
 NO_TORCH = {"lab", "cli", "config", "cluster", "runfolder.py", "errors.py", "seeding.py"}
 # Run in the fork server, which has torch; everything else of `launch` is imported by notebooks.
-FORK_SERVER = {"supervisor", "member", "groups", "local", "elastic", "preload", "peers", "forked"}
+FORK_SERVER = {
+    "supervisor",
+    "member",
+    "groups",
+    "local",
+    "elastic",
+    "preload",
+    "peers",
+    "forked",
+    "machines",
+    "verdict",
+}
 
 
 def _files() -> list[Path]:

@@ -6,13 +6,13 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 import torch  # noqa: F401  a supervisor imports it: before the rights are gone
-from support import holders_of, namespaces_of, need
+from support import holders_of, namespaces_of, need, until
 
 import labkit
 from labkit.cli import main
@@ -46,16 +46,6 @@ RUN = ["name=t", "model=mlp", "launch.is_tracked=false", "launch.is_emulated=tru
 def _cluster(num_nodes: int, rtt_ms: float | None, mbit: float | None = 200.0) -> ClusterConfig:
     changes = {"link_mbit": mbit, "rtt_ms": rtt_ms}
     return load_cluster(f"{num_nodes}x1").model_copy(update=changes)
-
-
-def _until(condition: Callable[[], object], what: str, limit_s: float = WAIT_S) -> None:
-    deadline = time.monotonic() + limit_s
-    while not condition():
-        assert time.monotonic() < deadline, f"no {what} within {limit_s} s"
-        time.sleep(0.02)
-
-
-# --- the queue, with sockets for devices ---------------------------------------------------------------------
 
 
 class _Wires:
@@ -251,7 +241,7 @@ def test_its_process_ends_with_it_and_nothing_stays_open(tun: None) -> None:
         switch = emulation.delay.pid
         assert switch is not None and holders_of(namespaces) == {os.getpid(), switch}
         # Nothing but three standard streams, three devices, lifeline, timer and poll.
-        _until(lambda: psutil.Process(switch).num_fds() == 9, "end of what it inherited", 5)
+        until(lambda: psutil.Process(switch).num_fds() == 9, "end of what it inherited", 5)
     assert not psutil.pid_exists(switch) and holders_of(namespaces) == set()
     assert len(os.listdir("/proc/self/fd")) == before
     assert set(os.listdir("/sys/class/net")) == devices
@@ -261,7 +251,7 @@ def test_its_process_ends_with_it_and_nothing_stays_open(tun: None) -> None:
 def test_all_links_are_cut_when_its_process_is_killed(late: Emulation) -> None:
     assert late.delay is not None and late.delay.pid is not None
     os.kill(late.delay.pid, signal.SIGKILL)
-    _until(lambda: late.cut_nodes() == ["node0", "node1", "node2"], "news of it", 5)
+    until(lambda: late.cut_nodes() == ["node0", "node1", "node2"], "news of it", 5)
 
 
 @emulated
@@ -344,7 +334,7 @@ def test_on_loopback_a_run_says_that_it_is_not_late(runs: Path) -> None:
 @emulated
 def test_nothing_is_left_of_a_run_whose_supervisor_is_killed(tun: None, runs: Path) -> None:
     run = _start("engine.num_epochs=500")
-    _until(lambda: len(run.folder.history()) > 3, "steps")
+    until(lambda: len(run.folder.history()) > 3, "steps")
     with open_run(run.folder) as emulation:
         assert min(_pings_s(emulation, "node0", "node1")) >= 0.005
         namespaces = namespaces_of(emulation)
@@ -353,7 +343,7 @@ def test_nothing_is_left_of_a_run_whose_supervisor_is_killed(tun: None, runs: Pa
     pids = holders_of(namespaces)
     assert len(pids - {status.owner.pid, *(worker.pid for worker in status.workers)}) == 1  # the switch
     os.kill(status.owner.pid, signal.SIGKILL)
-    _until(lambda: not any(psutil.pid_exists(pid) for pid in pids), "end of all processes", 10)
+    until(lambda: not any(psutil.pid_exists(pid) for pid in pids), "end of all processes", 10)
     assert holders_of(namespaces) == set()
     assert run.status().state is RunState.LOST
 
@@ -378,7 +368,7 @@ def test_a_standing_cluster_shows_it_and_its_last_user_ends_it(
             standing.down("mine")
             assert min(_pings_s(emulation, "a", "b")) >= 0.005
             assert len(holders_of(namespaces)) == 2  # this process and the switch
-        _until(lambda: holders_of(namespaces) == set(), "end of the switch", 5)
+        until(lambda: holders_of(namespaces) == set(), "end of the switch", 5)
     finally:
         for record in standing.all_standing():
             standing.down(record.name)

@@ -18,7 +18,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from support import holders_of, namespaces_of, need
+from support import holders_of, namespaces_of, need, until, until_step
 
 import labkit
 from labkit.bench.emulated import (
@@ -155,13 +155,6 @@ def four(netns: None) -> Iterator[Emulation]:
 
 pytestmark = [pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")]
 emulated = pytest.mark.netns
-
-
-def _until(condition: Callable[[], object], what: str, limit_s: float = WAIT_S) -> None:
-    deadline = time.monotonic() + limit_s
-    while not condition():
-        assert time.monotonic() < deadline, f"no {what} within {limit_s} s"
-        time.sleep(0.02)
 
 
 @emulated
@@ -556,14 +549,6 @@ def _start(*overrides: str) -> Run:
     return labkit.start(labkit.from_overrides([*FAST, *overrides]))
 
 
-def _until_step(run: Run, step: int) -> None:
-    def reached() -> bool:
-        assert not run.status().state.is_final, run.status().error
-        return any(event["step"] >= step for event in run.folder.history())
-
-    _until(reached, f"step {step}")
-
-
 @emulated
 @pytest.mark.parametrize("launcher", ["local", pytest.param("elastic", marks=pytest.mark.slow)])
 def test_a_run_gives_the_same_losses_as_on_loopback(netns: None, runs: Path, launcher: str) -> None:
@@ -598,7 +583,7 @@ def test_every_strategy_trains_on_it(netns: None, runs: Path) -> None:
 def test_a_killed_supervisor_leaves_no_process_no_namespace_and_no_cable(netns: None, runs: Path) -> None:
     devices = set(os.listdir("/sys/class/net"))
     run = _start("cluster=2x2-100mbit", *LONG)
-    _until_step(run, 3)
+    until_step(run, 3)
     with open_run(run.folder) as emulation:
         namespaces = namespaces_of(emulation)
     assert len(namespaces) >= 3 * 3  # of two nodes and the switch
@@ -607,7 +592,7 @@ def test_a_killed_supervisor_leaves_no_process_no_namespace_and_no_cable(netns: 
     assert owner is not None and len(pids) == 4
     assert holders_of(namespaces) == {owner.pid, *pids}
     os.kill(owner.pid, signal.SIGKILL)
-    _until(lambda: not any(psutil.pid_exists(pid) for pid in [owner.pid, *pids]), "end of all processes", 10)
+    until(lambda: not any(psutil.pid_exists(pid) for pid in [owner.pid, *pids]), "end of all processes", 10)
     assert holders_of(namespaces) == set()
     assert set(os.listdir("/sys/class/net")) == devices
     assert run.status().state is RunState.LOST
@@ -618,7 +603,7 @@ def test_a_killed_supervisor_leaves_no_process_no_namespace_and_no_cable(netns: 
 @emulated
 def test_a_cut_link_ends_the_run_in_time_and_names_the_node(netns: None, runs: Path) -> None:
     run = _start("cluster=3x1", *LONG, "launch.comm_timeout_s=2")
-    _until_step(run, 3)
+    until_step(run, 3)
     with open_run(run.folder) as emulation:
         cut_link(emulation, "node2")
     began_at = time.monotonic()
@@ -632,7 +617,7 @@ def test_a_cut_link_ends_the_run_in_time_and_names_the_node(netns: None, runs: P
 @emulated
 def test_a_run_survives_a_link_that_is_healed_in_time(netns: None, runs: Path) -> None:
     run = _start("cluster=2x1", *LONG, "launch.comm_timeout_s=30")
-    _until_step(run, 3)
+    until_step(run, 3)
     with open_run(run.folder) as emulation:
         cut_link(emulation, "node1")
         time.sleep(0.5)
@@ -640,7 +625,7 @@ def test_a_run_survives_a_link_that_is_healed_in_time(netns: None, runs: Path) -
         time.sleep(0.5)
         assert run.folder.history()[-1]["step"] == stuck_at
         heal_link(emulation, "node1")
-    _until_step(run, stuck_at + 10)
+    until_step(run, stuck_at + 10)
     assert run.stop().state is RunState.KILLED
 
 
@@ -649,11 +634,11 @@ def test_a_slower_link_slows_the_run_down(netns: None, runs: Path) -> None:
     # 5.2 MB of gradients: 44 ms at 1 Gbit/s, 440 ms at 100 Mbit/s.
     model = ["model.hidden_sizes=[4096, 256]", "engine.num_epochs=500"]
     run = _start("cluster=2x1", "cluster.link_mbit=1000", *model)
-    _until_step(run, 5)
+    until_step(run, 5)
     with open_run(run.folder) as emulation:
         set_link(emulation, "node1", up_mbit=100, down_mbit=100)
     changed_at = run.folder.history()[-1]["step"]
-    _until_step(run, changed_at + 5)
+    until_step(run, changed_at + 5)
     run.stop()
     times = [event["values"]["perf/step_ms"] for event in run.folder.history()]
     assert statistics.median(times[changed_at + 1 :]) > 2 * statistics.median(times[1:changed_at])
@@ -746,7 +731,7 @@ def test_a_run_is_put_on_the_standing_cluster_of_its_name(
 def test_a_killed_holder_leaves_nothing_standing(standing_cluster: str, runs: Path) -> None:
     holder: ProcessId = standing.find("mine").emulation.holder
     os.kill(holder.pid, signal.SIGKILL)
-    _until(lambda: not holder.is_alive(), "end of the holder", 5)
+    until(lambda: not holder.is_alive(), "end of the holder", 5)
     assert standing.all_standing() == []
     assert not standing.state_file("mine").exists()
 

@@ -8,13 +8,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 import torch
+from support import until, until_step
 from torch import Tensor
 
 import labkit
@@ -64,22 +64,6 @@ def _notes(run: Run) -> list[str]:
     return [event["text"] for event in _events(run, 0, "message")]
 
 
-def _until(condition: Callable[[], object], what: str, limit_s: float = 30.0) -> None:
-    deadline = time.monotonic() + limit_s
-    while not condition():
-        assert time.monotonic() < deadline, f"no {what} within {limit_s} s"
-        time.sleep(0.01)
-
-
-def _until_step(run: Run, step: int) -> None:
-    def is_reached() -> bool:
-        status = run.status()
-        assert not status.state.is_final, (status.state, status.error)
-        return any(event["step"] >= step for event in run.folder.history())
-
-    _until(is_reached, f"step {step}")
-
-
 def _pid(run: Run, rank: int) -> int:
     """Of a worker, or a server, whose numbers follow those of the workers."""
     return int(run.folder.alive_file(rank).read_text())
@@ -100,7 +84,7 @@ def _assert_nothing_left(run: Run) -> None:
                 continue
         return found
 
-    _until(lambda: not users(), "end of the run's processes", 10)
+    until(lambda: not users(), "end of the run's processes", 10)
 
 
 def _assert_whole(run: Run, num_epochs: int = 3) -> None:
@@ -126,6 +110,19 @@ UNEQUAL = (
     "{name: b, workers: [{local_batch_size: 24}]}]}"
 )
 LARS = ["optimizer.name=lars", "optimizer.learning_rate=2", "schedule.name=cosine"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize(("groups", "is_shared"), [("[[0,1],[2,3]]", True), ("[[0,2],[1,3]]", False)])
+def test_workers_of_a_group_on_one_node_read_what_is_pulled_from_shared_memory(
+    runs: Path, groups: str, is_shared: bool
+) -> None:
+    run = _start(*LONG, "sync=hybrid", f"sync.groups={groups}")
+    until_step(run, 3)
+    maps = [Path(f"/proc/{_pid(run, rank)}/maps").read_text() for rank in range(4)]
+    assert ["memfd:labkit" in text for text in maps] == [is_shared] * 4
+    run.stop()
+    run.wait(WAIT_S)
 
 
 @pytest.mark.parametrize(
@@ -233,10 +230,10 @@ def _slow(*values: object) -> object:
 )
 def test_a_lost_group_comes_back_and_no_sample_is_lost(runs: Path, number: signal.Signals, rank: int) -> None:
     run = _start(*LONG, "sync=hybrid", "sync.heartbeat_timeout_s=2")
-    _until_step(run, 12)
+    until_step(run, 12)
     os.kill(_pid(run, rank), number)
     began_at = time.monotonic()
-    _until(lambda: any("group 1 starts again" in note for note in _notes(run)), "restart", 5)
+    until(lambda: any("group 1 starts again" in note for note in _notes(run)), "restart", 5)
     assert number is signal.SIGSTOP or time.monotonic() - began_at < 2.5
     _assert_finished(run.wait(WAIT_S))
     _assert_whole(run)
@@ -257,10 +254,10 @@ def test_the_others_go_on_while_a_group_hangs(runs: Path) -> None:
     run = _start(
         *LONG, "sync=async_parameter_server", "optimizer.learning_rate=0.03", "sync.heartbeat_timeout_s=3"
     )
-    _until_step(run, 12)
+    until_step(run, 12)
     os.kill(_pid(run, 3), signal.SIGSTOP)
     step = run.folder.history()[-1]["step"]
-    _until_step(run, step + 10)
+    until_step(run, step + 10)
     assert not any("starts again" in note for note in _notes(run))
     _assert_finished(run.wait(WAIT_S))
     _assert_whole(run)
@@ -276,7 +273,7 @@ def test_a_group_that_may_not_come_back_is_done_without(runs: Path, sync: str) -
         "engine.num_epochs=2",
         "sync.heartbeat_timeout_s=2",
     )
-    _until_step(run, 12)
+    until_step(run, 12)
     os.kill(_pid(run, 3), signal.SIGKILL)
     _assert_finished(run.wait(WAIT_S))
     _assert_whole(run, 2)
@@ -305,9 +302,9 @@ def test_a_group_that_is_given_up_before_it_came_is_not_waited_for(
 
 def test_when_all_groups_are_lost_the_run_fails_with_the_root_cause(runs: Path) -> None:
     run = _start(*LONG, "sync=hybrid", "sync.max_group_restarts=0")
-    _until_step(run, 12)
+    until_step(run, 12)
     os.kill(_pid(run, 3), signal.SIGKILL)
-    _until(lambda: any("group 1 is given up" in note for note in _notes(run)), "group given up")
+    until(lambda: any("group 1 is given up" in note for note in _notes(run)), "group given up")
     os.kill(_pid(run, 0), signal.SIGKILL)
     status = run.wait(WAIT_S)
     assert status.state is RunState.FAILED and status.error is not None
@@ -357,7 +354,7 @@ def test_after_a_lost_server_all_go_back_to_the_last_checkpoint(
     runs: Path, index: int, number: signal.Signals
 ) -> None:
     run = _start(*LONG, "sync=hybrid", "sync.heartbeat_timeout_s=2")
-    _until_step(run, 15)
+    until_step(run, 15)
     os.kill(_pid(run, 4 + index), number)
     status = run.wait(WAIT_S)
     _assert_finished(status)
@@ -370,7 +367,7 @@ def test_after_a_lost_server_all_go_back_to_the_last_checkpoint(
 @pytest.mark.parametrize("index", [1, _slow(0)])
 def test_a_lost_server_that_may_not_come_back_ends_the_run_and_is_named(runs: Path, index: int) -> None:
     run = _start(*LONG, "sync=hybrid", "sync.max_server_restarts=0")
-    _until_step(run, 12)
+    until_step(run, 12)
     os.kill(_pid(run, 4 + index), signal.SIGKILL)
     status = run.wait(WAIT_S)
     assert status.state is RunState.FAILED and status.error is not None
@@ -404,7 +401,7 @@ def test_bad_input_is_one_line_before_anything_starts(runs: Path, overrides: lis
 
 def _stopped(*overrides: str) -> Run:
     run = _start(*LONG, *overrides)
-    _until_step(run, 15)
+    until_step(run, 15)
     began_at = time.monotonic()
     assert run.stop().state is RunState.KILLED
     assert time.monotonic() - began_at < 6
@@ -445,7 +442,7 @@ def test_a_run_goes_on_under_another_strategy_as_if_nothing_had_been(
 
 def test_a_killed_supervisor_takes_workers_and_servers_with_it(runs: Path) -> None:
     run = _start(*LONG, "sync=hybrid")
-    _until_step(run, 12)
+    until_step(run, 12)
     owner = run.status().owner
     assert owner is not None
     os.kill(owner.pid, signal.SIGKILL)
@@ -459,9 +456,9 @@ def test_a_killed_supervisor_takes_workers_and_servers_with_it(runs: Path) -> No
 def test_ctrl_c_saves_and_leaves_nothing(runs: Path) -> None:
     command = [sys.executable, "-m", "labkit", "run", *FAST, *LONG, "sync=ssp"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        _until(lambda: list(runs.glob("t/*/config.json")), "run")
+        until(lambda: list(runs.glob("t/*/config.json")), "run")
         run = labkit.attach(RunFolder(next(runs.glob("t/*/config.json")).parent))
-        _until_step(run, 5)
+        until_step(run, 5)
         process.send_signal(signal.SIGINT)
         _, said = process.communicate(timeout=WAIT_S)
     assert "Traceback" not in said
@@ -521,7 +518,7 @@ def test_a_group_that_is_lost_in_the_last_moments_is_not_waited_for(runs: Path, 
         f"sync.staleness_bound={chance.choice([0, 1, 4])}", "sync.heartbeat_timeout_s=2",
     )  # fmt: skip
     last = chance.choice([20, 22, 23, 24])
-    _until(lambda: run.status().state.is_final or any(e["step"] >= last for e in run.folder.history()), "end")
+    until(lambda: run.status().state.is_final or any(e["step"] >= last for e in run.folder.history()), "end")
     time.sleep(chance.uniform(0, 0.08))
     with contextlib.suppress(ProcessLookupError):  # it has ended already
         os.kill(

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import psutil
 import pytest
-from support import need
+from support import need, until, until_step
 
 import labkit
-from labkit.errors import ConfigError, LabkitError
+from labkit.errors import ConfigError
 from labkit.launch import Run
 from labkit.runfolder import RunFolder, RunState
 
@@ -28,24 +28,9 @@ def _start(*overrides: str, **how: bool) -> Run:
     return labkit.start(labkit.from_overrides([*FAST, *overrides]), **how)
 
 
-def _until(condition: Callable[[], object], what: str, limit_s: float = WAIT_S) -> None:
-    deadline = time.monotonic() + limit_s
-    while not condition():
-        assert time.monotonic() < deadline, f"no {what} within {limit_s} s"
-        time.sleep(0.02)
-
-
-def _until_step(run: Run, step: int) -> None:
-    def reached() -> bool:
-        assert not run.status().state.is_final, run.status().error
-        return any(event["step"] >= step for event in run.folder.history())
-
-    _until(reached, f"step {step}")
-
-
 def _long_run(*overrides: str) -> Run:
     run = _start(*LONG, *overrides)
-    _until_step(run, 7)
+    until_step(run, 7)
     return run
 
 
@@ -54,7 +39,7 @@ def _pids(run: Run) -> list[int]:
 
 
 def _assert_gone(pids: list[int]) -> None:
-    _until(lambda: not any(_is_running(pid) for pid in pids), "end of the workers", 10)
+    until(lambda: not any(_is_running(pid) for pid in pids), "end of the workers", 10)
 
 
 def _is_running(pid: int) -> bool:
@@ -265,7 +250,7 @@ def _launched_elsewhere(tmp_path: Path, how: str) -> tuple["subprocess.Popen[str
     )
     assert process.stdout is not None
     run = labkit.attach(RunFolder(process.stdout.readline().strip()))
-    _until_step(run, 7)
+    until_step(run, 7)
     return process, run
 
 
@@ -301,7 +286,7 @@ def test_a_detached_run_goes_on_without_it(runs: Path, tmp_path: Path) -> None:
     with process:
         process.kill()
         process.wait()
-    _until_step(run, run.folder.history()[-1]["step"] + 20)
+    until_step(run, run.folder.history()[-1]["step"] + 20)
     assert run.stop().state is RunState.KILLED
     _assert_gone(_pids(run))
 
@@ -310,7 +295,7 @@ def test_a_stopped_launcher_does_not_disturb_the_run(runs: Path, tmp_path: Path)
     process, run = _launched_elsewhere(tmp_path, "attached")
     with process:
         process.send_signal(signal.SIGSTOP)
-        _until_step(run, run.folder.history()[-1]["step"] + 20)
+        until_step(run, run.folder.history()[-1]["step"] + 20)
         process.kill()
         process.wait()
     assert run.wait(WAIT_S).state is RunState.KILLED
@@ -351,7 +336,7 @@ def test_an_interrupted_run_goes_on_when_started_again(runs: Path) -> None:
     run.stop()
     again = labkit.start(labkit.from_overrides([*FAST, *LONG]))
     assert again.folder.path == run.folder.path and not again.is_reused
-    _until(lambda: len(again.folder.history(0, ("start",))) == 2, "second start")
+    until(lambda: len(again.folder.history(0, ("start",))) == 2, "second start")
     again.stop()
     assert again.folder.history(0, ("start",))[-1]["start_step"] > 5
 
@@ -451,112 +436,3 @@ def test_a_read_only_folder_is_refused_before_anything_starts(small_disk: Callab
     subprocess.run(["mount", "-o", "remount,ro", str(small_disk("1m"))], check=True)
     with pytest.raises(ConfigError, match="run folder must be writable, got .*Read-only file system"):
         _start()
-
-
-# --- several machines ------------------------------------------------------------------------------------
-
-_NODE_SCRIPT = """
-import labkit, os, sys
-if __name__ == "__main__":
-    os.environ["LABKIT_RUNS"] = sys.argv[1]
-    config = labkit.from_overrides(sys.argv[4:])
-    run = labkit.start(config, rendezvous=sys.argv[2], node=sys.argv[3])
-    print(run.folder.path, flush=True)
-    status = run.wait()
-    print(status.model_dump_json(), flush=True)
-"""
-
-
-def _node(tmp_path: Path, port: int, node: str, *overrides: str) -> "subprocess.Popen[str]":
-    """One machine: a process with a runs folder of its own, as there is no shared disk."""
-    script = tmp_path / "node.py"
-    script.write_text(_NODE_SCRIPT)
-    arguments = [str(tmp_path / node), f"127.0.0.1:{port}", node, *FAST, *overrides]
-    return subprocess.Popen(
-        [sys.executable, str(script), *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-
-
-def _free_port() -> int:
-    import socket
-
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
-
-
-def test_two_machines_without_a_shared_disk_train_as_one(runs: Path, tmp_path: Path) -> None:
-    port = _free_port()
-    settings = ["engine.max_steps=12", "engine.dtype=float64"]
-    nodes = [_node(tmp_path, port, name, *settings) for name in ("node1", "node0")]
-    outputs = [process.communicate(timeout=120) for process in nodes]
-    assert [process.returncode for process in nodes] == [0, 0], outputs
-    states = [json.loads(out.splitlines()[-1])["state"] for out, _ in outputs]
-    assert states == ["finished", "finished"]
-    folders = {
-        name: RunFolder(out.splitlines()[0])
-        for name, (out, _) in zip(("node1", "node0"), outputs, strict=True)
-    }
-    assert folders["node0"].ranks() == [0, 1] and folders["node1"].ranks() == [2, 3]
-    alone = _start(*settings, "cluster=1x1")
-    alone.wait(WAIT_S)
-    curves = [[e["values"]["train/loss"] for e in f.history()] for f in (folders["node0"], alone.folder)]
-    assert curves[0] == pytest.approx(curves[1], rel=1e-9)
-
-
-@pytest.mark.slow
-def test_a_worker_that_dies_on_another_machine_is_the_root_cause_on_all(runs: Path, tmp_path: Path) -> None:
-    port = _free_port()
-    nodes = [_node(tmp_path, port, name, *LONG) for name in ("node0", "node1")]
-    folders = []
-    for name, process in zip(("node0", "node1"), nodes, strict=True):
-        assert process.stdout is not None
-        folders.append(RunFolder(process.stdout.readline().strip(), node=None if name == "node0" else name))
-    _until_step(Run(folders[0]), 7)
-    os.kill(int(folders[1].alive_file(3).read_text()), signal.SIGKILL)
-    for process, folder in zip(nodes, folders, strict=True):
-        process.communicate(timeout=60)
-        error = folder.read_status().error
-        assert error is not None and error.message.startswith("worker 3 on node1 was killed by SIGKILL")
-        assert folder.read_status().state is RunState.FAILED
-
-
-@pytest.mark.slow
-def test_another_experiment_on_the_second_machine_is_refused(runs: Path, tmp_path: Path) -> None:
-    port = _free_port()
-    first = _node(tmp_path, port, "node0", *LONG)
-    second = _node(tmp_path, port, "node1", *LONG, "seed=1")
-    _, errors = second.communicate(timeout=60)
-    assert "all nodes must run the same experiment and code" in errors
-    first.send_signal(signal.SIGTERM)
-    first.communicate(timeout=60)
-    run = Run(*[RunFolder(p.parent) for p in (tmp_path / "node0").glob("t/*/config.json")])
-    assert run.wait(WAIT_S).state is RunState.KILLED
-
-
-@pytest.mark.parametrize(
-    ("rendezvous", "node", "message"),
-    [
-        ("nonsense", "node0", "rendezvous must be HOST:PORT, got 'nonsense'"),
-        ("127.0.0.1:99999", "node0", "rendezvous must be HOST:PORT"),
-        ("127.0.0.1:29400", "nod1", "node must be one of node0, node1, got 'nod1'"),
-    ],
-)
-def test_a_bad_rendezvous_is_refused(runs: Path, rendezvous: str, node: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        labkit.start(labkit.from_overrides(FAST), rendezvous=rendezvous, node=node)
-    assert list(runs.iterdir()) == []
-
-
-def test_a_rendezvous_port_in_use_is_refused(runs: Path) -> None:
-    import socket
-
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-        with pytest.raises(ConfigError, match=f"got 127.0.0.1:{port}: Address already in use"):
-            labkit.start(labkit.from_overrides(FAST), rendezvous=f"127.0.0.1:{port}", node="node0")
-
-
-def test_a_first_node_that_never_comes_is_said(runs: Path) -> None:
-    config = labkit.from_overrides([*FAST, "launch.start_timeout_s=1"])
-    with pytest.raises(LabkitError, match="the first node must answer at 127.0.0.1"):
-        labkit.start(config, rendezvous=f"127.0.0.1:{_free_port()}", node="node1")

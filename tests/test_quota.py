@@ -6,13 +6,13 @@ import shutil
 import signal
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 import torch  # noqa: F401  a supervisor imports it: before the rights are gone
-from support import need
+from support import need, until, until_step
 
 import labkit
 from labkit.cli import main
@@ -156,14 +156,7 @@ def before() -> Iterator[set[Path]]:
         need(False, str(error))
     found = _groups()
     yield found
-    _until(lambda: _own_groups(found) == set(), "removal of all groups", 5)
-
-
-def _until(condition: Callable[[], object], what: str, limit_s: float = WAIT_S) -> None:
-    deadline = time.monotonic() + limit_s
-    while not condition():
-        assert time.monotonic() < deadline, f"no {what} within {limit_s} s"
-        time.sleep(0.02)
+    until(lambda: _own_groups(found) == set(), "removal of all groups", 5)
 
 
 def _work_done(group: Path) -> int:
@@ -201,7 +194,7 @@ def test_groups_of_a_killed_owner_are_swept_and_those_of_a_living_one_kept(befor
             Quotas([1.0, 0.5])
             signal.pause()
         os._exit(1)
-    _until(lambda: len(_own_groups(before)) == 2, "groups")
+    until(lambda: len(_own_groups(before)) == 2, "groups")
     quota.sweep()
     assert len(_own_groups(before)) == 2
     os.kill(child, signal.SIGKILL)
@@ -241,14 +234,6 @@ def _start(*overrides: str) -> Run:
     return labkit.start(from_overrides([*RUN, UNLIKE, *overrides]))
 
 
-def _until_step(run: Run, step: int) -> None:
-    def reached() -> bool:
-        assert not run.status().state.is_final, run.status().error
-        return any(event["step"] >= step for event in run.folder.history())
-
-    _until(reached, f"step {step}")
-
-
 def _compute_s(run: Run, rank: int) -> float:
     return statistics.median([event["compute_s"] for event in run.folder.history(rank, ("step",))[2:]])
 
@@ -259,7 +244,7 @@ def test_a_slow_worker_takes_longer_to_compute(emulated: set[Path], runs: Path, 
     # Steps much longer than a period, or a quota would not bite in every one of them.
     model = ["model.hidden_sizes=[1024, 1024, 1024]", "engine.global_batch_size=512"]
     run = _start(*model, "engine.max_steps=12", f"launch.launcher={launcher}")
-    _until(lambda: len(_own_groups(emulated)) == 2, "groups")
+    until(lambda: len(_own_groups(emulated)) == 2, "groups")
     assert run.wait(WAIT_S).state is RunState.FINISHED, run.status().error
     (remark,) = run.folder.history(0, ("message",))
     assert "processor quotas of 1, 0.25 cores" in remark["text"]
@@ -270,7 +255,7 @@ def test_a_slow_worker_takes_longer_to_compute(emulated: set[Path], runs: Path, 
 @pytest.mark.netns
 def test_a_run_of_like_speeds_has_no_groups(emulated: set[Path], runs: Path) -> None:
     run = _start("cluster=2x1", "engine.num_epochs=500")
-    _until_step(run, 3)
+    until_step(run, 3)
     assert _own_groups(emulated) == set()
     assert run.stop().state is RunState.KILLED
     assert "quota" not in run.folder.supervisor_log.read_text()
@@ -279,7 +264,7 @@ def test_a_run_of_like_speeds_has_no_groups(emulated: set[Path], runs: Path) -> 
 @pytest.mark.netns
 def test_nothing_is_left_of_a_run_whose_processes_are_all_killed(emulated: set[Path], runs: Path) -> None:
     run = _start("engine.num_epochs=500")
-    _until_step(run, 3)
+    until_step(run, 3)
     status = run.status()
     assert status.owner is not None
     members = {
@@ -289,7 +274,7 @@ def test_nothing_is_left_of_a_run_whose_processes_are_all_killed(emulated: set[P
     owner: ProcessId = status.owner
     for pid in [*members, owner.pid]:
         os.kill(pid, signal.SIGKILL)
-    _until(
+    until(
         lambda: not any(psutil.pid_exists(pid) for pid in [owner.pid, *members]), "end of all processes", 10
     )
     assert run.status().state is RunState.LOST  # whoever looks first removes what it left

@@ -16,6 +16,7 @@ References:
 
 import contextlib
 import errno
+import hmac
 import ipaddress
 import itertools
 import threading
@@ -87,6 +88,19 @@ class Secret:
     def new(cls) -> "Secret":
         """Fresh keys."""
         return cls(*zmq.curve_keypair(), *zmq.curve_keypair())
+
+    @classmethod
+    def derived(cls, text: str) -> "Secret":
+        """The keys that a text of high entropy stands for: the same on every machine that knows it.
+
+        One HMAC-SHA256 for each private key (the extract step of HKDF, RFC 5869), which is all that a random
+        text needs; a password that a person could remember would need a slow function.
+        """
+        pairs = []
+        for side in (b"labkit server", b"labkit client"):
+            private = z85.encode(hmac.digest(side, text.encode(), "sha256"))
+            pairs.append((zmq.curve_public(private), private))
+        return cls(*pairs[0], *pairs[1])
 
     def to_text(self) -> str:
         """One line, for a file that only its owner may read."""

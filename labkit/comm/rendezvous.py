@@ -122,6 +122,7 @@ class StoreClient(_Texts):
             PeerError: it did not come in time.
         """
         super().__init__()
+        self.host, self.port = host, port
         try:
             self._store = dist.TCPStore(
                 host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)

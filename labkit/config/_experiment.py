@@ -681,9 +681,8 @@ class ExperimentConfig(Section):
     def _servers_run_here(self) -> "ExperimentConfig":
         if isinstance(self.sync, AsyncConfig) and self.launch.launcher != "local":
             raise ValueError(
-                f"launch.launcher must be 'local' with sync.name {self.sync.name!r}, whose servers are "
-                f"started by it, got {self.launch.launcher!r}. On several machines use "
-                "sync.name=hierarchical."
+                f"launch.launcher must be 'local' with sync.name {self.sync.name!r}, whose groups and "
+                f"servers come and go one by one, got {self.launch.launcher!r}."
             )
         return self
 

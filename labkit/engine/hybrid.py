@@ -5,16 +5,18 @@ communication beside compute. What is pushed, when, and how it is applied is our
 `labkit.sync.ledger`.
 """
 
+import itertools
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import astuple, dataclass, replace
 
 import torch
+from torch import Tensor
 
-from labkit.cluster.placement import Placement
-from labkit.comm import Communicator, Rendezvous, Secret, StoreClient
+from labkit.cluster.placement import Placement, placements
+from labkit.comm import Arena, Communicator, Rendezvous, Secret, StoreClient, padded_bytes
 from labkit.config import AsyncConfig, ExperimentConfig
 from labkit.engine.events import EventLog
 from labkit.engine.server import flat_buffers, set_buffers, wait_for_address
@@ -91,6 +93,7 @@ class HybridTrainer(Trainer):
         self._next: Future[Taken] | None = None
         self._compute_s = self._fetch_s = 0.0  # what both took lately
         self._has_statistics = False
+        self._slots = self._shared_slots()
         self._link = self._connect() if comm.rank == 0 else None
 
     def _build_strategy(self) -> Strategy:
@@ -197,9 +200,24 @@ class HybridTrainer(Trainer):
         self._fetch_s = _smoothed(self._fetch_s, time.perf_counter() - began_at)
         return taken
 
+    def _shared_slots(self) -> Iterator[Tensor] | None:
+        """Memory of the group, in turn, into which its first worker pulls; None where it has no common node.
+
+        Two places are enough: whoever pulls again has ended a step that every worker of the group could only
+        end after it had taken what was pulled the time before.
+        """
+        places = placements(self.config.cluster)
+        nodes = {places[rank].node for rank in self._group.ranks}
+        if self.comm.world_size == 1 or len(nodes) > 1:
+            return None
+        own = self._group_sum.parameters
+        arena = Arena(self.comm, 2 * padded_bytes(len(own), own.dtype))
+        return itertools.cycle([arena.tensor(len(own), own.dtype) for _ in range(2)])
+
     def _fetch_next(self) -> Taken:
         """Ask the servers, and let the whole group know; all its workers do so together."""
-        taken = self._link.take().result() if self._link is not None else Taken("stop")
+        slot = next(self._slots) if self._slots is not None else None
+        taken = self._link.take(slot).result() if self._link is not None else Taken("stop")
         if self.comm.world_size == 1:
             return taken
         taken = self._share(taken)
@@ -207,9 +225,10 @@ class HybridTrainer(Trainer):
             return taken
         parameters, buffers = taken.parameters, taken.buffers
         if parameters is None or buffers is None:
-            parameters = torch.empty(self._group_sum.parameters.shape, dtype=self._group_sum.parameters.dtype)
+            parameters = torch.empty_like(self._group_sum.parameters, device="cpu") if slot is None else slot
             buffers = torch.empty_like(flat_buffers(self.model))
-        self._side.broadcast_(parameters)
+        if slot is None:
+            self._side.broadcast_(parameters)
         if len(buffers):
             self._side.broadcast_(buffers)
         return replace(taken, parameters=parameters, buffers=buffers)

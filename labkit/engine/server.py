@@ -25,6 +25,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -58,6 +59,7 @@ from labkit.tasks import build_model, load_data
 _POLL_S = 0.2
 _GOODBYE_S = 5.0
 EXIT_STOPPED = 143
+EXIT_PEER_LOST = 69  # EX_UNAVAILABLE of sysexits.h
 
 
 @dataclass(frozen=True)
@@ -119,8 +121,17 @@ def run_server(task: ServerTask) -> int:
     """Serve until the coordinator ends the run. The supervisor sees a fault as the end of the process.
 
     Returns:
-        Exit code: 0 when the run is done, 143 when the coordinator was told to stop before.
+        Exit code: 0 when the run is done, 143 when the coordinator was told to stop before, 69 when another
+        server or the store is gone.
     """
+    try:
+        return _serve(task)
+    except PeerError:
+        traceback.print_exc()
+        return EXIT_PEER_LOST
+
+
+def _serve(task: ServerTask) -> int:
     folder = RunFolder(task.folder)
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())

@@ -150,17 +150,20 @@ class ServerLink:
 
     # --- take --------------------------------------------------------------------------------------------
 
-    def take(self) -> "Future[Taken]":
+    def take(self, into: Tensor | None = None) -> "Future[Taken]":
         """Ask what to do next and pull the parameters for it, when the last push but one has been applied.
 
         So a pull shares the link with a push the other way. A group has three extents under way at the
         most, and each gets to the coordinator by a connection of its own, whatever it decides about the
         others.
+
+        Args:
+            into: Where the parameters are to come; shape (n,); new memory when not given.
         """
         before = self._pushes[-2] if len(self._pushes) > 1 else None
-        return self._threads[0].submit(self._take, before)
+        return self._threads[0].submit(self._take, before, into)
 
-    def _take(self, before: "Future[dict[str, Any]] | None") -> Taken:
+    def _take(self, before: "Future[dict[str, Any]] | None", into: Tensor | None) -> Taken:
         if before is not None:
             before.result()
         while True:
@@ -184,7 +187,7 @@ class ServerLink:
             step=header["step"],
             samples=header["samples"],
             pull_s=time.perf_counter() - asked_at,
-            parameters=torch.cat(parts),
+            parameters=torch.cat(parts, out=into),
             buffers=reply.tensors[0],
         )
 

@@ -1,5 +1,10 @@
-"""Servers and groups of workers on this machine: a lost group is started again while the others go on."""
+"""Servers and groups of workers: a lost group is started again while the others go on.
 
+On several machines each has a launcher for its own server and its own workers. A group that has workers on
+more than one of them is lost and started again as a whole: whoever sees it lost says so in the store.
+"""
+
+import contextlib
 import multiprocessing
 import os
 import signal
@@ -12,7 +17,7 @@ from multiprocessing.process import BaseProcess
 
 from labkit.cluster.placement import Placement, placements, process_name, server_ranks
 from labkit.cluster.plan import make_plan
-from labkit.comm import Rendezvous, Secret
+from labkit.comm import PeerError, Rendezvous, Secret, StoreClient, StoreServer
 from labkit.config import AsyncConfig, ExperimentConfig
 from labkit.engine.hybrid import GroupPlace
 from labkit.engine.server import ServerTask, given_up_key, run_server
@@ -50,28 +55,35 @@ class GroupLauncher(Launcher):
         network: Network,
         close_in_worker: Sequence[int],
         say: Callable[[str], None],
-        put: Callable[[str, str], None],
+        store: StoreServer | StoreClient,
+        secret: Secret,
     ) -> None:
         """Prepare.
 
         Args:
             config: The experiment; its strategy is an asynchronous one.
-            tasks: One for each worker, by rank.
+            tasks: One for each worker that runs here.
             network: Where the nodes are.
             close_in_worker: File descriptors of the supervisor that others must not hold open.
             say: Takes a line for each group that is lost.
-            put: Sets a text in the store where the servers' addresses stand.
+            store: Where the servers' addresses stand, and which groups are lost.
+            secret: The run's.
         """
         assert isinstance(config.sync, AsyncConfig)
-        self._sync, self._tasks, self._network = config.sync, list(tasks), network
-        self._say, self._put = say, put
+        self._sync, self._network, self._say, self._store = config.sync, network, say, store
+        self._tasks = {task.rank: task for task in tasks}
+        self._where, self._attempt = tasks[0].rendezvous, tasks[0].attempt
+        self._import_paths = tasks[0].import_paths
         self._folder = RunFolder(tasks[0].folder)
         self._close = list(close_in_worker)
         self._places: list[Placement] = placements(config.cluster)
-        self._secret = Secret.new().to_text()
+        self._secret = secret.to_text()
         self._cluster = config.cluster
-        self._server_ranks = server_ranks(config.cluster)
-        self._servers: list[BaseProcess] = []
+        here = {self._places[rank].node_index for rank in self._tasks}
+        ranks = server_ranks(config.cluster)
+        self._server_ranks = {index: ranks[index] for index in sorted(here)}  # of those that run here
+        self._is_alone = len(here) == len(config.cluster.nodes)
+        self._servers: dict[int, BaseProcess] = {}  # by the rank of each
         self._groups = [
             self._make_group(index, ranks) for index, ranks in enumerate(make_plan(config).groups)
         ]
@@ -80,49 +92,46 @@ class GroupLauncher(Launcher):
         self._served_at: float | None = None  # when the last server ended the run as it should
 
     def _make_group(self, index: int, ranks: Sequence[int]) -> _Group:
-        servers = self._tasks[0].rendezvous
-        place = GroupPlace(index, tuple(ranks), servers, len(self._cluster.nodes), self._secret)
+        place = GroupPlace(index, tuple(ranks), self._where, len(self._cluster.nodes), self._secret)
         return _Group(place, self._launcher_of(place, 1))
 
     def _launcher_of(self, place: GroupPlace, start: int) -> LocalLauncher:
         where = place.servers
         own = Rendezvous(where.host, where.port, f"{where.generation}/group{place.group}/{start}")
-        tasks = [replace(self._tasks[rank], rendezvous=own, group=place) for rank in place.ranks]
-        return LocalLauncher(
-            tasks, [self._places[rank].node for rank in place.ranks], self._network, self._close
-        )
+        here = [rank for rank in place.ranks if rank in self._tasks]
+        tasks = [replace(self._tasks[rank], rendezvous=own, group=place) for rank in here]
+        return LocalLauncher(tasks, [self._places[rank].node for rank in here], self._network, self._close)
 
     # --- the contract of a launcher ----------------------------------------------------------------------
 
     def start(self) -> None:
-        first = self._tasks[0]
-        for index, rank in enumerate(self._server_ranks):
+        for index, rank in self._server_ranks.items():
             task = ServerTask(
-                first.folder,
+                str(self._folder.path),
                 index,
                 len(self._cluster.nodes),
-                first.rendezvous,
+                self._where,
                 self._secret,
-                first.attempt,
-                first.import_paths,
+                self._attempt,
+                self._import_paths,
             )
             node = self._cluster.nodes[index].name
             process = _FORK.Process(
                 target=_server_main, args=(task, rank, node, self._network, os.getpid(), self._close)
             )
             process.start()
-            self._servers.append(process)
+            self._servers[rank] = process
         for group in self._groups:
             group.launcher.start()
 
     def sentinels(self) -> list[int]:
-        live = [process.sentinel for process in self._servers if process.exitcode is None]
+        live = [process.sentinel for process in self._servers.values() if process.exitcode is None]
         return live + [sentinel for group in self._groups for sentinel in group.launcher.sentinels()]
 
     def exits(self) -> list[Exit]:
         found = [
             Exit(None, process.exitcode, " on ".join(process_name(self._cluster, rank)))
-            for rank, process in zip(self._server_ranks, self._servers, strict=True)
+            for rank, process in self._servers.items()
             if process.exitcode
         ]
         fatal = [group for group in self._groups if self._has_bad_input(group)]
@@ -133,17 +142,17 @@ class GroupLauncher(Launcher):
     @property
     def is_server_lost(self) -> bool:
         """A server has ended before its time, or shows no life."""
-        return bool(self._silent_servers) or any(process.exitcode for process in self._servers)
+        return bool(self._silent_servers) or any(p.exitcode for p in self._servers.values())
 
     def is_over(self) -> bool:
-        return all(process.exitcode is not None for process in self._servers) and all(
+        return all(process.exitcode is not None for process in self._servers.values()) and all(
             group.is_lost or group.launcher.is_over() for group in self._groups
         )
 
     def pids(self) -> dict[int, int]:
         found = {
             rank: process.pid
-            for rank, process in zip(self._server_ranks, self._servers, strict=True)
+            for rank, process in self._servers.items()
             if process.pid is not None and process.exitcode is None
         }
         for group in self._groups:
@@ -153,7 +162,7 @@ class GroupLauncher(Launcher):
 
     def terminate(self) -> None:
         self._is_stopping = True
-        for process in self._servers:
+        for process in self._servers.values():
             if process.exitcode is None:
                 process.terminate()
         for group in self._groups:
@@ -163,10 +172,10 @@ class GroupLauncher(Launcher):
         self._is_stopping = True
         for group in self._groups:
             group.launcher.kill()
-        for process in self._servers:
+        for process in self._servers.values():
             if process.exitcode is None:
                 process.kill()
-        for process in self._servers:
+        for process in self._servers.values():
             process.join()
 
     # --- what only this one can -------------------------------------------------------------------------
@@ -175,13 +184,16 @@ class GroupLauncher(Launcher):
         """Start again, or do without, groups that have lost a worker."""
         if self._is_stopping or self.is_server_lost:
             return
-        if any(process.exitcode == 0 for process in self._servers):
+        if any(process.exitcode == 0 for process in self._servers.values()):
             self._see_off()
             return
         for group in self._groups:
             ended = [end for end in group.launcher.exits() if end.code]
-            if ended and not (group.is_lost or self._has_bad_input(group)):
-                self._lose(group, ended)
+            if group.is_lost or self._has_bad_input(group):
+                continue
+            why = self._lost_elsewhere(group)
+            if ended or why:
+                self._lose(group, ended, why or self._why(ended))
 
     def _see_off(self) -> None:
         """The servers have ended the run: whoever comes back now finds nobody, and is not waited for."""
@@ -193,12 +205,12 @@ class GroupLauncher(Launcher):
 
     def lose(self, rank: int) -> bool:
         """Treat a process that shows no life as lost; whether the run can go on without it."""
-        if rank in self._server_ranks:
+        if rank in self._server_ranks.values():
             self._silent_servers.add(rank)
             return False
         for group in self._groups:
             if rank in group.place.ranks and not group.is_lost:
-                self._lose(group, [Exit(rank, -signal.SIGKILL)], "showed no life")
+                self._lose(group, [Exit(rank, -signal.SIGKILL)], f"worker {rank} showed no life")
                 break
         return not all(group.is_lost for group in self._groups)
 
@@ -212,11 +224,27 @@ class GroupLauncher(Launcher):
     def _has_bad_input(group: _Group) -> bool:
         return any(end.code == _BAD_INPUT for end in group.launcher.exits())
 
-    def _lose(self, group: _Group, ended: list[Exit], why: str = "") -> None:
-        """Do without a group, or start it again."""
+    def _lost_key(self, group: _Group) -> str:
+        return f"{self._where.generation}/lost{group.place.group}/{group.num_starts}"
+
+    def _lost_elsewhere(self, group: _Group) -> str:
+        """What another machine has lost the group to; "" as long as it has not."""
+        if self._is_alone:
+            return ""
+        with contextlib.suppress(PeerError):  # the supervisor sees by itself that the first node is gone
+            return self._store.get(self._lost_key(group)) or ""
+        return ""
+
+    def _put(self, key: str, text: str) -> None:
+        with contextlib.suppress(PeerError):
+            self._store.put(key, text)
+
+    def _lose(self, group: _Group, ended: list[Exit], why: str) -> None:
+        """Do without a group, or start it again, here and on the other machines that have a part in it."""
         group.launcher.kill()
         index = group.place.group
-        why = f"worker {ended[0].rank} {why}" if why else self._why(ended)
+        if not (self._is_alone or self._lost_elsewhere(group)):
+            self._put(self._lost_key(group), why)
         if group.num_starts > self._sync.max_group_restarts:
             group.is_lost, group.last_exits = True, ended
             self._put(given_up_key(group.place.servers, index), why)
@@ -224,7 +252,8 @@ class GroupLauncher(Launcher):
             return
         group.num_starts += 1
         self._say(f"group {index} starts again: {why}")
-        for rank in group.place.ranks:  # the age of its last sign of life is not the new one's
+        for rank in self._tasks.keys() & set(group.place.ranks):
+            # The age of its last sign of life is not the new one's.
             self._folder.alive_file(rank).unlink(missing_ok=True)
         group.launcher = self._launcher_of(group.place, group.num_starts)
         group.launcher.start()

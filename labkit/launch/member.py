@@ -3,7 +3,7 @@
 import json
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from labkit.cluster.placement import placements
@@ -11,9 +11,9 @@ from labkit.comm import StoreClient
 from labkit.config import ExperimentConfig
 from labkit.errors import ConfigError, LabkitError
 from labkit.launch.code import copy_code, user_modules
-from labkit.launch.emulation import Loopback
+from labkit.launch.machines import Machine
 from labkit.launch.peers import OtherNode
-from labkit.launch.supervisor import Supervisor, SupervisorTask, redirect_to
+from labkit.launch.supervisor import Supervisor, SupervisorTask, known_by, redirect_to
 from labkit.runfolder import ProcessId, RunFolder, RunStatus
 
 _POLL_S = 0.1
@@ -30,6 +30,7 @@ class MemberTask:
         launcher: Who asked; None: detached.
         rendezvous: The first node's address.
         node: Name of this machine's node.
+        secret: Of the parameter servers, the same on all machines; "" where there are none.
     """
 
     parent: str
@@ -38,6 +39,7 @@ class MemberTask:
     launcher: ProcessId | None
     rendezvous: tuple[str, int]
     node: str
+    secret: str = field(default="", repr=False)
 
 
 def join_run(reply: Callable[[str], None], task: MemberTask) -> None:
@@ -45,7 +47,7 @@ def join_run(reply: Callable[[str], None], task: MemberTask) -> None:
 
     Raises:
         LabkitError: the first node does not come.
-        ConfigError: it runs another experiment or other code.
+        ConfigError: it runs another experiment or other code, or has another secret.
     """
     host, port = task.rendezvous
     store = StoreClient(host, port, task.config.launch.start_timeout_s)
@@ -55,6 +57,11 @@ def join_run(reply: Callable[[str], None], task: MemberTask) -> None:
             f"all nodes must run the same experiment and code, got run {task.key} here and "
             f"{offer['key']} on the first node. Copy the experiment, your modules and labkit from there."
         )
+    if offer["secret"] != known_by(task.secret):
+        raise ConfigError(
+            "LABKIT_SECRET must be the same on all machines, got another one here than on the first node. "
+            "Copy it from there."
+        )
     folder = RunFolder(Path(task.parent) / str(offer["folder"]), node=task.node)
     if not folder.exists():
         folder.create(task.config)
@@ -63,10 +70,10 @@ def join_run(reply: Callable[[str], None], task: MemberTask) -> None:
     folder.write_status(RunStatus(created_at=time.time(), attempt=int(str(offer["attempt"]))))
     redirect_to(folder.supervisor_log)
     places = [place for place in placements(task.config.cluster) if place.node == task.node]
-    own = SupervisorTask(folder, task.key, task.launcher, tuple(paths), task.rendezvous, task.node)
-    supervisor = Supervisor(
-        own, task.config, places, task.rendezvous, OtherNode(store, task.node), Loopback()
+    own = SupervisorTask(
+        folder, task.key, task.launcher, tuple(paths), task.rendezvous, task.node, task.secret
     )
+    supervisor = Supervisor(own, task.config, places, store, OtherNode(store, task.node), Machine(host))
     supervisor.take_over()
     reply(str(folder.path))
     supervisor.run()

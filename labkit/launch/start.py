@@ -11,7 +11,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from labkit.cluster.plan import make_plan
-from labkit.config import ExperimentConfig, from_overrides
+from labkit.config import AsyncConfig, ExperimentConfig, from_overrides
 from labkit.engine import quota
 from labkit.errors import ConfigError, LabkitError
 from labkit.launch import emulation
@@ -31,6 +31,7 @@ from labkit.runfolder import (
     write_atomically,
 )
 
+_SECRET_LENGTH = 32
 _FIXED_ON_RESUME = ("model", "data", "seed", "name", "optimizer.name")
 
 
@@ -59,7 +60,8 @@ def start(
 
     Raises:
         ConfigError: the user's module is missing, the batch can't be split as wanted, the folder can't be
-            written, or the run is running.
+            written, the run is running, or several machines have no secret in common
+            (LABKIT_SECRET, for asynchronous strategies).
         LabkitError: the first node does not answer.
     """
     meeting = None
@@ -71,7 +73,9 @@ def start(
     if rendezvous is not None:
         meeting = parse_rendezvous(rendezvous)
         node = own_node(config, node)
-        config = from_overrides({"launch.launcher": "elastic"}, base=config)
+        if not _is_grouped(config):
+            config = from_overrides({"launch.launcher": "elastic"}, base=config)
+    secret = _shared_secret(config) if meeting else ""
     modules = user_modules(config)
     make_plan(config)  # refuses a split that can't be
     _check_network(config)
@@ -81,7 +85,7 @@ def start(
     launcher = None if is_detached else ProcessId.current()
     if meeting is not None and node is not None and node != config.cluster.nodes[0].name:
         _make_writable(parent)
-        path = start_daemon(_join_run, str(parent), config, key, launcher, meeting, node)
+        path = start_daemon(_join_run, str(parent), config, key, launcher, meeting, node, secret)
         return Run(RunFolder(path, node=node))
     with _locked(parent):
         folder, is_new = _choose_folder(parent, key, is_repeat=is_repeat)
@@ -98,7 +102,30 @@ def start(
             _refuse_if_busy(folder, status)
             folder.write_config(config)
             _claim(folder, status.model_copy(update={"attempt": status.attempt + 1}))
-    return _hand_over(folder, key, launcher, meeting, node)
+    return _hand_over(folder, key, launcher, meeting, node, secret)
+
+
+def _is_grouped(config: ExperimentConfig) -> bool:
+    """Groups and servers of an asynchronous strategy come and go one by one."""
+    return isinstance(config.sync, AsyncConfig) and config.launch.purpose == "train"
+
+
+def _shared_secret(config: ExperimentConfig) -> str:
+    """What the parameter servers of several machines let each other in by; "" where there are none.
+
+    Raises:
+        ConfigError: it is missing, or short enough to be guessed. The message does not repeat it.
+    """
+    text = os.environ.get("LABKIT_SECRET", "")
+    if not _is_grouped(config):
+        return ""
+    if len(text) < _SECRET_LENGTH:
+        raise ConfigError(
+            f"LABKIT_SECRET must be at least {_SECRET_LENGTH} random characters, the same on all machines, "
+            f"with sync.name {config.sync.name!r}, whose servers let nobody in without it, got {len(text)}. "
+            "Make one: export LABKIT_SECRET=$(python -c 'import secrets; print(secrets.token_hex(32))')"
+        )
+    return text
 
 
 def parse_rendezvous(text: str) -> tuple[str, int]:
@@ -244,10 +271,11 @@ def _hand_over(
     launcher: ProcessId | None,
     rendezvous: tuple[str, int] | None,
     node: str | None,
+    secret: str = "",
 ) -> Run:
     paths = tuple(folder.read_json(folder.env_file).get("import_paths", ()))
     try:
-        start_daemon(_supervise, folder, key, launcher, paths, rendezvous, node)
+        start_daemon(_supervise, folder, key, launcher, paths, rendezvous, node, secret)
     except LabkitError as error:
         failed = {"state": RunState.FAILED, "owner": None, "error": RunError(message=str(error))}
         folder.write_status(folder.read_status().model_copy(update=failed))
@@ -285,10 +313,11 @@ def _supervise(
     import_paths: tuple[str, ...],
     rendezvous: tuple[str, int] | None,
     node: str | None,
+    secret: str,
 ) -> None:
     from labkit.launch.supervisor import SupervisorTask, supervise
 
-    supervise(reply, SupervisorTask(folder, key, launcher, import_paths, rendezvous, node))
+    supervise(reply, SupervisorTask(folder, key, launcher, import_paths, rendezvous, node, secret))
 
 
 def _join_run(
@@ -299,10 +328,11 @@ def _join_run(
     launcher: ProcessId | None,
     rendezvous: tuple[str, int],
     node: str,
+    secret: str,
 ) -> None:
     from labkit.launch.member import MemberTask, join_run
 
-    join_run(reply, MemberTask(parent, config, key, launcher, rendezvous, node))
+    join_run(reply, MemberTask(parent, config, key, launcher, rendezvous, node, secret))
 
 
 def _known_to_notebook(run: Run) -> Run:

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
@@ -16,16 +16,17 @@ from typing import Any
 import psutil
 
 from labkit.cluster.placement import Placement, placements, process_name, server_ranks
-from labkit.comm import Rendezvous, StoreServer
+from labkit.comm import Rendezvous, Secret, StoreClient, StoreServer
 from labkit.config import AsyncConfig, ExperimentConfig
 from labkit.engine.events import EventLog
 from labkit.engine.worker import WorkerTask
 from labkit.errors import LabkitError
 from labkit.launch.elastic import ElasticLauncher, ElasticTask
-from labkit.launch.emulation import Loopback, Network, network_of
+from labkit.launch.emulation import Network, network_of
 from labkit.launch.groups import GroupLauncher
 from labkit.launch.launcher import Launcher, SeveralLaunchers
 from labkit.launch.local import LocalLauncher
+from labkit.launch.machines import Machine
 from labkit.launch.peers import End, FirstNode, NoPeers, OtherNode, Peers
 from labkit.launch.result import summarise
 from labkit.launch.verdict import is_for_peers_sake, root_cause
@@ -56,6 +57,7 @@ class SupervisorTask:
         import_paths: Folders of the user's modules.
         rendezvous: Address at which nodes on several machines meet, HOST:PORT; none: all are here.
         node: Name of this machine's node; none: all are here.
+        secret: Of the parameter servers, the same on all machines; "" where there are none or all are here.
     """
 
     folder: RunFolder
@@ -64,6 +66,12 @@ class SupervisorTask:
     import_paths: tuple[str, ...]
     rendezvous: tuple[str, int] | None = None
     node: str | None = None
+    secret: str = field(default="", repr=False)
+
+
+def known_by(secret: str) -> str:
+    """By what others may know that they have the same secret: its public key."""
+    return Secret.derived(secret).server_public.decode() if secret else ""
 
 
 def supervise(reply: Callable[[str], None], task: SupervisorTask) -> None:
@@ -81,7 +89,7 @@ def supervise(reply: Callable[[str], None], task: SupervisorTask) -> None:
     config = folder.read_config()
     redirect_to(folder.supervisor_log)
     places = placements(config.cluster)
-    network = Loopback() if task.rendezvous else network_of(config, folder)
+    network = Machine(task.rendezvous[0]) if task.rendezvous else network_of(config, folder)
     with contextlib.ExitStack() as stack:
         stack.callback(network.close)
         where = task.rendezvous or (network.store_host, 0)
@@ -117,7 +125,7 @@ class Supervisor:
         task: SupervisorTask,
         config: ExperimentConfig,
         places: list[Placement],
-        store: StoreServer | tuple[str, int],
+        store: StoreServer | StoreClient,
         peers: Peers,
         network: Network,
     ) -> None:
@@ -127,7 +135,7 @@ class Supervisor:
             task: What to do.
             config: The experiment.
             places: The workers that run here.
-            store: The store when this process serves it, else its address.
+            store: Served by this process, or by the first node's.
             peers: The other nodes.
             network: Where the workers that run here are put.
         """
@@ -169,6 +177,7 @@ class Supervisor:
                 is_worth_a_restart = (
                     end.state is RunState.FAILED
                     and self._config.launch.launcher == "local"  # the elastic agent restarts by itself
+                    and self._task.rendezvous is None  # on several machines the same command resumes
                     and self._status.num_restarts < self._max_restarts()
                 )
                 if not is_worth_a_restart:
@@ -210,27 +219,34 @@ class Supervisor:
         if not store.is_open:
             self._network.at_switch(store.open)
             offer = {"key": self._task.key, "folder": self._folder.key, "attempt": self._status.attempt}
-            store.put("run", json.dumps(offer))
+            store.put("run", json.dumps({**offer, "secret": known_by(self._task.secret)}))
 
     def _make_launcher(self) -> Launcher:
         mine = [self._store.fileno()] if isinstance(self._store, StoreServer) else []
         if self._tracker is not None and self._tracker.stdin is not None:
             mine.append(self._tracker.stdin.fileno())
         store = self._store
-        host, port = (store.host, store.port) if isinstance(store, StoreServer) else store
         attempt, paths = self._status.attempt, self._task.import_paths
         if self._config.launch.launcher == "elastic":
             nodes = self._config.cluster.nodes
             groups = [[p for p in self._places if p.node == node.name] for node in nodes]
             tasks = [
                 ElasticTask(
-                    self._folder, g, len(nodes), host, port, attempt, paths, self._network, len(self._places)
+                    self._folder,
+                    g,
+                    len(nodes),
+                    store.host,
+                    store.port,
+                    attempt,
+                    paths,
+                    self._network,
+                    len(self._places),
                 )
                 for g in groups
                 if g
             ]
             return SeveralLaunchers([ElasticLauncher(self._config, task, mine) for task in tasks])
-        where = Rendezvous(host, port, f"attempt{attempt}")
+        where = Rendezvous(store.host, store.port, f"attempt{attempt}")
         folder, remark = str(self._folder.path), self._network.remark()
         num_here = len(self._places)
         workers = [
@@ -238,8 +254,8 @@ class Supervisor:
             for p in self._places
         ]
         if isinstance(self._config.sync, AsyncConfig) and self._config.launch.purpose == "train":
-            assert isinstance(store, StoreServer)  # asynchronous strategies run on one machine
-            return GroupLauncher(self._config, workers, self._network, mine, self._note, store.put)
+            secret = Secret.derived(self._task.secret) if self._task.secret else Secret.new()
+            return GroupLauncher(self._config, workers, self._network, mine, self._note, store, secret)
         return LocalLauncher(workers, [place.node for place in self._places], self._network, mine)
 
     def _record_workers(self, pids: Mapping[int, int]) -> None:
@@ -404,7 +420,7 @@ class Supervisor:
         """Say it in the log, and to whoever reads the run's events."""
         self._say(text)
         with contextlib.suppress(OSError):
-            log = EventLog(self._folder.events_file(0), self._status.attempt)
+            log = EventLog(self._folder.events_file(self._places[0].rank), self._status.attempt)
             log.write("message", text=text)
             log.close()
 

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from labkit.cluster.placement import Placement
+from labkit.engine.server import EXIT_PEER_LOST
 from labkit.launch.launcher import Exit
 from labkit.runfolder import RunError
 
@@ -26,9 +27,10 @@ def root_cause(
     """
     for end in sorted((e for e in exits if e.code < 0 and e.rank is not None), key=lambda e: e.rank or 0):
         return _error(end.rank, places, signal_text(-end.code), "")
-    for end in sorted((e for e in exits if e.name), key=lambda e: e.code >= 0):
+    for end in sorted((e for e in exits if e.name), key=lambda e: (e.code >= 0, e.code == EXIT_PEER_LOST)):
         what = signal_text(-end.code) if end.code < 0 else f"ended with exit code {end.code}"
-        return RunError(message=f"{end.name} {'was ended by SIGTERM' if end.code == 143 else what}")
+        told = {143: "was ended by SIGTERM", EXIT_PEER_LOST: "lost another server"}
+        return RunError(message=f"{end.name} {told.get(end.code, what)}")
     own = [error for error in errors.values() if not error.get("is_peer_failure")]
     for error in sorted(own, key=lambda e: float(e.get("t", 0))):
         return _error(int(error["rank"]), places, str(error["message"]), str(error["traceback"]))
@@ -43,10 +45,13 @@ def root_cause(
 
 
 def is_for_peers_sake(exits: Sequence[Exit], errors: Mapping[int, Mapping[str, Any]]) -> bool:
-    """Everything that went wrong here went wrong because a worker elsewhere was gone."""
+    """Everything that went wrong here went wrong because a worker or server elsewhere was gone."""
     if any(end.code < 0 and end.rank is not None for end in exits):
         return False
-    return bool(errors) and all(error.get("is_peer_failure") for error in errors.values())
+    servers = [end.code for end in exits if end.name]
+    if any(code != EXIT_PEER_LOST for code in servers):
+        return False
+    return bool(errors or servers) and all(error.get("is_peer_failure") for error in errors.values())
 
 
 def signal_text(number: int) -> str:
