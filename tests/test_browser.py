@@ -351,6 +351,7 @@ def test_the_view_comes_back_after_a_kernel_restart_with_the_truth(lab: Lab, tab
     assert "killed" in _status(page)
 
 
+@pytest.mark.slow
 def test_the_figure_moves_also_where_anywidget_has_given_the_model_up(lab: Lab, tab: Tab) -> None:
     """It does so after two seconds, which a busy machine needs for less; here it does so at once."""
     page = tab.page
@@ -417,7 +418,7 @@ def test_without_anywidget_the_dashboard_still_shows_the_figure(lab: Lab, tab: T
 # --- batch ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("what", ["finished", "diverged"])
+@pytest.mark.parametrize("what", ["finished", pytest.param("diverged", marks=pytest.mark.slow)])
 def test_an_executed_notebook_opens_and_draws(lab: Lab, tab: Tab, what: str) -> None:
     rate = {"finished": "0.05", "diverged": "1e30"}[what]
     out = lab.folder / "done.ipynb"

@@ -526,6 +526,7 @@ def test_run_again_resume_and_reproduce(here: Path, runs: Path) -> None:
     assert second["equal"] is True and "warning" not in repeat.stderr
 
 
+@pytest.mark.slow
 def test_ctrl_c_stops_the_run_and_resume_goes_on(here: Path, runs: Path) -> None:
     words = ["cluster=1x2", "model=mlp", "engine.num_epochs=2", "engine.step_padding_s=0.2"]
     with start_command("run", *words, "--json") as running:
@@ -551,6 +552,7 @@ def test_a_failing_model_is_reported_with_worker_and_traceback(here: Path, runs:
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_a_detached_run_outlives_the_command_and_is_stopped_by_name(here: Path, runs: Path) -> None:
     words = ["cluster=1x1", "model=mlp", "engine.num_epochs=50", "engine.step_padding_s=0.1"]
     assert command("run", *words, "--detach").returncode == 0

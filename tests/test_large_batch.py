@@ -248,6 +248,7 @@ def test_refuses_to_run_none_at_once() -> None:
         run_all([], num_at_once=0)
 
 
+@pytest.mark.slow
 def test_the_notebook_runs_small_records_its_verdict_and_goes_on_from_what_is_there(
     runs: Path, tmp_path: Path
 ) -> None:

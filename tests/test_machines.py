@@ -169,7 +169,7 @@ def _assert_whole(folder: RunFolder) -> None:
     assert ledger["applied_samples"] == 3 * NUM_SAMPLES and ledger["returned"] == []
 
 
-@pytest.mark.parametrize("groups", ["[[0,1],[2,3]]", "[[0,2],[1,3]]"])
+@pytest.mark.parametrize("groups", [pytest.param("[[0,1],[2,3]]", marks=pytest.mark.slow), "[[0,2],[1,3]]"])
 def test_groups_of_two_machines_lose_a_worker_and_train_to_the_end(
     runs: Path, tmp_path: Path, secret: None, groups: str
 ) -> None:
@@ -230,6 +230,7 @@ def test_servers_on_several_machines_want_a_secret(
     assert list(runs.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_another_secret_on_the_second_machine_is_refused(
     runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

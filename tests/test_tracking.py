@@ -198,6 +198,7 @@ def _identity(pid: int) -> ProcessId:
     return ProcessId(pid=pid, host=ProcessId.current().host, started_at=started_at)
 
 
+@pytest.mark.slow
 def test_when_supervisor_and_tracker_are_both_killed_close_lost_tells_the_end(
     run: TrackedRun, store: Store
 ) -> None:
@@ -299,6 +300,7 @@ def test_a_resume_goes_on_in_the_same_mlflow_run(run: TrackedRun, store: Store) 
     assert store.rows("select value from latest_metrics where key = 'final/train_loss'") == [(1 / 8,)]
 
 
+@pytest.mark.slow
 def test_a_restart_of_the_workers_is_another_attempt_of_the_same_run(run: TrackedRun, store: Store) -> None:
     tracker = run.track()
     run.steps(1, 6)
@@ -312,6 +314,7 @@ def test_a_restart_of_the_workers_is_another_attempt_of_the_same_run(run: Tracke
     assert len(store.rows("select * from runs")) == 1
 
 
+@pytest.mark.slow
 def test_a_deleted_experiment_comes_back(run: TrackedRun, store: Store, runs: Path) -> None:
     run.steps(1, 2).end()
     assert tracking.sync(run.folder)
