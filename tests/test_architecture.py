@@ -21,7 +21,7 @@ LAYERS: list[set[str]] = [
     {"cluster", "optim"},
     {"runfolder"},
     {"config"},
-    {"seeding", "errors"},
+    {"seeding", "errors", "processes"},
 ]
 DEPTH = {name: depth for depth, row in enumerate(LAYERS) for name in row}
 
@@ -32,6 +32,8 @@ HOMES = {
     "papermill": {"lab"},
     "ipywidgets": {"lab/widgets"},
     "zmq": {"comm"},
+    "pyarrow": {"data"},
+    "PIL": {"data"},
 }
 NO_TORCH = {"lab", "cli", "config", "cluster", "runfolder.py", "errors.py", "seeding.py"}
 # Run in the fork server, which has torch; everything else of `launch` is imported by notebooks.

@@ -20,7 +20,7 @@ from labkit.config import (
     UserDataConfig,
     UserModelConfig,
 )
-from labkit.data.sampler import GlobalSampler, SamplerState, even_extent, own_part
+from labkit.data.sampler import FullShuffle, GlobalSampler, SamplerState, even_extent, own_part
 from labkit.errors import ConfigError
 from labkit.tasks import (
     Data,
@@ -35,7 +35,7 @@ from labkit.tasks import (
 
 @given(st.integers(1, 200), st.integers(1, 64), st.integers(0, 2**40))
 def test_every_sample_exactly_once_per_epoch(num_samples: int, batch: int, seed: int) -> None:
-    sampler = GlobalSampler(num_samples, batch, seed)
+    sampler = GlobalSampler(FullShuffle(num_samples, seed), batch)
     state, seen = SamplerState(), []
     for _ in range(-(-num_samples // batch)):
         indices, state = sampler.batch(state)
@@ -46,7 +46,7 @@ def test_every_sample_exactly_once_per_epoch(num_samples: int, batch: int, seed:
 
 @given(st.integers(1, 100), st.lists(st.integers(0, 9), min_size=1, max_size=7).filter(any))
 def test_any_workers_with_any_shares_see_the_same_global_batches(num_samples: int, sizes: list[int]) -> None:
-    sampler = GlobalSampler(num_samples, sum(sizes), 5)
+    sampler = GlobalSampler(FullShuffle(num_samples, 5), sum(sizes))
     state = SamplerState()
     for _ in range(2 * -(-num_samples // sum(sizes))):
         batch, state = sampler.batch(state)
@@ -55,19 +55,19 @@ def test_any_workers_with_any_shares_see_the_same_global_batches(num_samples: in
 
 
 def test_the_order_is_of_seed_and_epoch_alone() -> None:
-    a, b = GlobalSampler(50, 7, 1), GlobalSampler(50, 13, 1)
-    assert a.order(3).tolist() == b.order(3).tolist()
-    assert a.order(3).tolist() != a.order(4).tolist()
-    assert a.order(0).tolist() != GlobalSampler(50, 7, 2).order(0).tolist()
+    a, b = FullShuffle(50, 1), FullShuffle(50, 1)
+    assert a.slice(3, 0, 50).tolist() == [*b.slice(3, 0, 7).tolist(), *b.slice(3, 7, 50).tolist()]
+    assert a.slice(3, 0, 50).tolist() != a.slice(4, 0, 50).tolist()
+    assert a.slice(0, 0, 50).tolist() != FullShuffle(50, 2).slice(0, 0, 50).tolist()
 
 
 def test_a_resume_on_other_workers_goes_on_with_the_next_samples() -> None:
     # transformers #40245: one worker read 0-3, two workers must go on with [4-7], [8-11].
-    sampler = GlobalSampler(16, 4, 0)
+    sampler = GlobalSampler(FullShuffle(16, 0), 4)
     _, state = sampler.batch(SamplerState())
-    wider = GlobalSampler(16, 8, 0)
+    wider = GlobalSampler(FullShuffle(16, 0), 8)
     batch, _ = wider.batch(state)
-    order = sampler.order(0)
+    order = sampler.part(0, 0, 16)
     assert own_part(batch, [4, 4], 0).tolist() == order[4:8].tolist()
     assert own_part(batch, [4, 4], 1).tolist() == order[8:12].tolist()
 
@@ -83,7 +83,7 @@ def test_evaluation_parts_are_balanced_and_cover_all(n: int, w: int, sizes: list
 
 def test_refuses_no_samples() -> None:
     with pytest.raises(ConfigError, match="at least 1 sample, got 0"):
-        GlobalSampler(0, 4, 0)
+        GlobalSampler(FullShuffle(0, 0), 4)
 
 
 # --- data sets --------------------------------------------------------------------------------------------

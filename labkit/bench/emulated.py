@@ -14,11 +14,11 @@ import psutil
 from labkit.cluster.placement import Placement, placements
 from labkit.comm import Communicator
 from labkit.config import ClusterConfig
-from labkit.engine.worker import die_with_parent
 from labkit.errors import LabkitError
 from labkit.launch.emulation import Calibration, Emulation, build, calibrate, own_bytes
 from labkit.launch.emulation.kernel import in_child
 from labkit.launch.forked import run_on
+from labkit.processes import die_with_parent
 
 LINK_TOLERANCE = 0.05
 BYTES_TOLERANCE = 0.05

@@ -24,6 +24,7 @@ from labkit.config._experiment import (
     ProfileConfig,
     ScheduleConfig,
     SgdConfig,
+    ShardsConfig,
     SharesConfig,
     SspConfig,
     SyncConfig,
@@ -46,6 +47,7 @@ from labkit.config._load import (
 )
 from labkit.config._plain import plain
 from labkit.config._presets import cluster_presets
+from labkit.config._sizes import format_bytes, parse_bytes
 from labkit.config._yaml import parse_yaml, print_yaml
 
 __all__ = [
@@ -72,6 +74,7 @@ __all__ = [
     "ProfileConfig",
     "ScheduleConfig",
     "SgdConfig",
+    "ShardsConfig",
     "SharesConfig",
     "SspConfig",
     "SyncConfig",
@@ -82,6 +85,7 @@ __all__ = [
     "cluster_of_shape",
     "cluster_presets",
     "cluster_to_yaml",
+    "format_bytes",
     "from_mapping",
     "from_overrides",
     "from_parameters",
@@ -89,6 +93,7 @@ __all__ = [
     "known_keys",
     "load",
     "load_cluster",
+    "parse_bytes",
     "parse_yaml",
     "plain",
     "print_yaml",

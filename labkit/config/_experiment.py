@@ -1,10 +1,12 @@
 """Every section of an experiment. This module imports no torch, so notebooks and the CLI start at once."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import (
     AfterValidator,
+    BeforeValidator,
     Discriminator,
     Field,
     JsonValue,
@@ -14,10 +16,12 @@ from pydantic import (
 )
 
 from labkit.config._section import Section
+from labkit.config._sizes import parse_bytes
 
 PositiveInt = Annotated[int, Field(gt=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
+Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(gt=0)]
 
 
 def _tag_of(value: Any) -> str:
@@ -111,6 +115,52 @@ class TextConfig(Section):
     num_val: PositiveInt = Field(256, description="windows held out")
 
 
+class ShardsConfig(Section):
+    """Shards that `labkit shards write` wrote: read in contiguous extents, shuffled in a window of them."""
+
+    name: Literal["shards"] = "shards"
+    path: Annotated[str, AfterValidator(lambda text: str(Path(text).expanduser().absolute()))] = Field(
+        description="folder with train/ and val/ (or of the training shards, with val_path); the same on all "
+        "machines"
+    )
+    val_path: Annotated[str, AfterValidator(lambda text: str(Path(text).expanduser().absolute()))] | None = (
+        Field(None, description="folder of the shards held out; none: val/ in path")
+    )
+    window: Bytes = Field(
+        64 * 2**20,
+        description="bytes of extents that rows are drawn from: more mixes better, and takes memory",
+    )
+    buffer: Bytes | None = Field(
+        None, description="bytes of memory of each worker for what is read; none: two windows"
+    )
+    num_readers: Annotated[int, Field(ge=1, le=64)] = Field(2, description="requests under way at once")
+    num_decoders: Annotated[int, Field(ge=0, le=256)] = Field(
+        0, description="that decode and transform beside the computing; 0: the thread that gathers batches"
+    )
+    decoders: Literal["threads", "processes"] = Field(
+        "threads", description="processes for transforms in Python, which threads can't run at once"
+    )
+    image_size: tuple[PositiveInt, PositiveInt] | None = Field(
+        None, description="height and width that encoded images are brought to", strict=False
+    )
+    transform: EntryPoint | None = Field(
+        None,
+        description="function (input, target, generator) -> (input, target); generator is None in validation",
+    )
+    on_bad: Literal["fail", "skip"] = Field(
+        "fail", description="what to do with rows that can't be read; skip: leave them out and count them"
+    )
+
+    @model_validator(mode="after")
+    def _window_fits(self) -> "ShardsConfig":
+        if self.buffer is not None and self.buffer < self.window:
+            raise ValueError(
+                f"data.buffer must hold data.window ({self.window} bytes), got {self.buffer}. Raise it, or "
+                "lower data.window."
+            )
+        return self
+
+
 class UserDataConfig(Section):
     """A data set of the user's own: a function `(**options) -> labkit.tasks.Data`."""
 
@@ -121,6 +171,7 @@ class UserDataConfig(Section):
 DataConfig = Annotated[
     Annotated[DigitsConfig, Tag("<digits>")]
     | Annotated[TextConfig, Tag("<text>")]
+    | Annotated[ShardsConfig, Tag("<shards>")]
     | Annotated[UserDataConfig, Tag("<user>")],
     Discriminator(_tag_of),
 ]

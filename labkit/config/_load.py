@@ -104,6 +104,8 @@ def _normalise(values: Mapping[str, Any], base: Path) -> dict[str, Any]:
     for key, value in values.items():
         field = ExperimentConfig.model_fields.get(key)
         members = members_of(field)
+        if key == "data" and isinstance(value, Mapping) and value.get("format") == "shards":
+            value = {"name": "shards", **{k: v for k, v in value.items() if k != "format"}}
         if key == "cluster":
             out[key] = _expand_cluster(value, base)
         elif members and isinstance(value, str):
@@ -187,7 +189,7 @@ def load_cluster(value: Any, *, base: Path | None = None) -> ClusterConfig:
 
 def _set_dotted(values: dict[str, Any], key: str, value: Any, folder: Path) -> None:
     """Set `a.b.c`. A change of `model.name` drops the old model's own settings."""
-    *path, leaf = key.split(".")
+    *path, leaf = ("data.name" if key == "data.format" else key).split(".")
     field = ExperimentConfig.model_fields.get(path[0] if path else leaf)
     members = members_of(field)
     if not path and members and isinstance(value, str) and leaf != "cluster":

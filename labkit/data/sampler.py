@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -30,6 +31,41 @@ class SamplerState:
         return asdict(self)
 
 
+class Order(Protocol):
+    """The order of the samples in each epoch: every one exactly once."""
+
+    num_samples: int
+
+    def slice(self, epoch: int, start: int, stop: int) -> Indices:
+        """Samples at some positions of an epoch's order; shape (stop - start,)."""
+        ...
+
+    def arrange(self, epoch: int, batch: Indices) -> Indices:
+        """The same samples, those together that are best read by one worker; shape (n,)."""
+        ...
+
+
+class FullShuffle:
+    """Every order is equally likely; for samples that can be read one by one."""
+
+    def __init__(self, num_samples: int, seed: int) -> None:
+        self.num_samples = num_samples
+        self._seed = seed
+        self._epoch = -1
+        self._order: Indices = np.empty(0, np.int64)
+
+    def slice(self, epoch: int, start: int, stop: int) -> Indices:
+        """Samples at some positions of an epoch's order; shape (stop - start,)."""
+        if epoch != self._epoch:
+            generator = np.random.Generator(np.random.Philox(stream_seed(self._seed, "sampler", epoch)))
+            self._order, self._epoch = generator.permutation(self.num_samples), epoch
+        return self._order[start:stop]
+
+    def arrange(self, epoch: int, batch: Indices) -> Indices:
+        """As it is: no sample is nearer to another one."""
+        return batch
+
+
 class GlobalSampler:
     """Hands out global batches: every sample exactly once per epoch, in an order of the seed alone.
 
@@ -38,29 +74,23 @@ class GlobalSampler:
     for unequal batches).
     """
 
-    def __init__(self, num_samples: int, global_batch_size: int, seed: int) -> None:
-        if num_samples < 1:
+    def __init__(self, order: Order, global_batch_size: int) -> None:
+        if order.num_samples < 1:
             raise ConfigError(
-                f"training data must have at least 1 sample, got {num_samples}. Check the data."
+                f"training data must have at least 1 sample, got {order.num_samples}. Check the data."
             )
-        self.num_samples = num_samples
+        self.num_samples = order.num_samples
         self.global_batch_size = global_batch_size
-        self._seed = seed
-        self._epoch = -1
-        self._order: Indices = np.empty(0, np.int64)
+        self._order = order
 
-    def order(self, epoch: int) -> Indices:
-        """The whole order of an epoch; shape (num_samples,)."""
-        if epoch != self._epoch:
-            generator = np.random.Generator(np.random.Philox(stream_seed(self._seed, "sampler", epoch)))
-            self._order, self._epoch = generator.permutation(self.num_samples), epoch
-        return self._order
+    def part(self, epoch: int, start: int, stop: int) -> Indices:
+        """What is trained on together, at some positions of an epoch's order; shape (stop - start,)."""
+        return self._order.arrange(epoch, self._order.slice(epoch, start, stop))
 
     def batch(self, state: SamplerState) -> tuple[Indices, SamplerState]:
         """The global batch at a position, and the position after it."""
-        order = self.order(state.epoch)
         end = min(state.cursor + self.global_batch_size, self.num_samples)
-        batch = order[state.cursor : end]
+        batch = self.part(state.epoch, state.cursor, end)
         after = SamplerState(state.epoch, end)
         return batch, SamplerState(state.epoch + 1, 0) if end == self.num_samples else after
 

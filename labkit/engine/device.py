@@ -20,7 +20,13 @@ def clock_of(device: torch.device) -> Callable[[], float]:
 
 
 def to_device(batch: Batch, device: torch.device, dtype: torch.dtype) -> Batch:
-    """Bring a batch to where it is computed; inputs that are numbers with a fraction in the model's type."""
+    """Bring a batch to where it is computed, inputs in the model's type.
+
+    Colours (uint8) travel as they are and become numbers from 0 to 1 there; other whole numbers stay.
+    """
     inputs, targets = batch
     own = dtype if inputs.is_floating_point() else None
-    return inputs.to(device, own, non_blocking=True), targets.to(device, non_blocking=True)
+    there = inputs.to(device, own, non_blocking=True)
+    if inputs.dtype == torch.uint8:
+        there = there.to(dtype).div_(255)
+    return there, targets.to(device, non_blocking=True)

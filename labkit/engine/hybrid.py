@@ -257,7 +257,7 @@ class HybridTrainer(Trainer):
         extent = taken.extent
         assert extent is not None
         self._step_began_at = began_at
-        batch = self.sampler.order(extent.epoch)[extent.start : extent.stop]
+        batch = self.sampler.part(extent.epoch, extent.start, extent.stop)
         data_s, samples = self._compute(batch)
         totals = self.strategy.end_step(0.0)
         self._batch_size = len(batch)

@@ -1,9 +1,10 @@
 """The training loop, the same for every strategy and any number of workers."""
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -13,16 +14,19 @@ from labkit.cluster.plan import capped_devices, make_plan
 from labkit.cluster.rebalance import Rebalancer, RebalanceRule
 from labkit.comm import Communicator, resident_bytes, sent_bytes
 from labkit.config import ExperimentConfig
-from labkit.data.sampler import GlobalSampler, Indices, SamplerState, even_extent, own_part
+from labkit.data.sampler import FullShuffle, GlobalSampler, Indices, SamplerState, even_extent, own_part
 from labkit.engine import checkpoint, random_state
 from labkit.engine.device import clock_of, to_device
 from labkit.engine.events import EventLog
+from labkit.engine.feed import Feed, Piece
 from labkit.engine.pace import pace_of, spread_over_backward
 from labkit.errors import ConfigError
 from labkit.optim.schedule import learning_rate_at
 from labkit.runfolder import RunFolder
 from labkit.sync import StepTotals, Strategy, build_strategy, synchronize_batch_norm
-from labkit.tasks import Data, Samples, build_model, load_data
+from labkit.tasks import Data, Samples, StreamedSamples, build_model, load_data
+
+_SLOW_READER = 0.05  # of a worker's time
 
 
 @dataclass
@@ -65,7 +69,7 @@ class Trainer:
         self._clock = clock_of(device)
         self.dtype: torch.dtype = getattr(torch, config.engine.dtype)
         self.is_stop_wanted = is_stop_wanted
-        self.data: Data = load_data(config.data)
+        self.data: Data = load_data(config.data, config.seed)
         num_samples = len(self.data.train)
         if num_samples < placement.world_size:
             raise ConfigError(
@@ -83,7 +87,8 @@ class Trainer:
         spread_over_backward(self.model.parameters(), self.pace)
         self.strategy = self._build_strategy()
         random_state.seed_everything(config.seed, "worker", placement.rank)
-        self.sampler = GlobalSampler(num_samples, config.engine.global_batch_size, config.seed)
+        self.sampler = self._make_sampler()
+        self._feed: Feed | None = None
         self.plan = make_plan(config)
         self.local_batch_sizes = list(self.plan.local_batch_sizes)
         self.micro_batch_sizes = list(self.plan.micro_batch_sizes)
@@ -92,12 +97,19 @@ class Trainer:
         self._step_began_at = 0.0
         self._batch_size = 0
         self._costs: dict[str, int | None] = {"node_sent_bytes": None, "resident_bytes": None}
+        self._data_s = self._trained_s = 0.0
+        self._num_missing = 0
 
     def _place(self, model: nn.Module) -> nn.Module:
         model = model.to(self.device, self.dtype)
         if self.config.sync.batch_norm == "synchronized":
             model = synchronize_batch_norm(model, self.comm.duplicate())
         return model
+
+    def _make_sampler(self) -> GlobalSampler:
+        train, seed = self.data.train, self.config.seed
+        order = train.order(seed) if isinstance(train, StreamedSamples) else FullShuffle(len(train), seed)
+        return GlobalSampler(order, self.config.engine.global_batch_size)
 
     def _build_strategy(self) -> Strategy:
         return build_strategy(
@@ -149,27 +161,42 @@ class Trainer:
         """
         self._say_start()
         sent_before = self._node_sent_bytes()
-        while self.progress.step < self.total_steps:
-            totals = self.step_and_say()
-            is_last = self.progress.step >= self.total_steps or totals.is_stop_wanted
-            if is_last:
-                self._take_costs(sent_before)
-            if is_last or self._is_due(self.config.engine.eval_every_steps):
-                self.evaluate()
-            if is_last or self._is_due(self.config.engine.checkpoint_every_steps):
-                self.save()
-            if totals.is_stop_wanted:
-                break
+        try:
+            while self.progress.step < self.total_steps:
+                totals = self.step_and_say()
+                is_last = self.progress.step >= self.total_steps or totals.is_stop_wanted
+                if is_last:
+                    self._take_costs(sent_before)
+                if is_last or self._is_due(self.config.engine.eval_every_steps):
+                    self.evaluate()
+                if is_last or self._is_due(self.config.engine.checkpoint_every_steps):
+                    self.save()
+                if totals.is_stop_wanted:
+                    break
+            self._say_slow_readers()
+        finally:
+            self.close_data()
         if self.pace.remark():
             self.log.write("message", text=self.pace.remark())
         self._say_end()
         return self.progress.step >= self.total_steps
+
+    def close_data(self) -> None:
+        """End what reads ahead."""
+        if self._feed is not None:
+            self._feed.close()
+            self._feed = None
+        for samples in (self.data.train, self.data.val):
+            if isinstance(samples, StreamedSamples):
+                samples.close()
 
     def step_and_say(self) -> StepTotals:
         """One step and its events."""
         self._step_began_at = time.perf_counter()
         totals, data_s, samples = self.step()
         step_s, parts = self._say_step(totals, data_s, samples)
+        self._data_s += data_s
+        self._trained_s += step_s
         if self.comm.rank == 0:
             self._say_means(totals, step_s, parts)
         return totals
@@ -197,10 +224,8 @@ class Trainer:
         Returns:
             Seconds of waiting for data, and this worker's samples.
         """
-        own = own_part(batch, self.local_batch_sizes, self.comm.rank)
+        own, pieces = self._own_pieces(batch, self.local_batch_sizes)
         micro = self.micro_batch_sizes
-        size = micro[self.comm.rank] or max(1, len(own))
-        pieces = [own[start : start + size] for start in range(0, len(own), size)]
         if self.config.sync.batch_norm == "synchronized":
             # Every worker takes part in every batch statistic, so all need equally many micro-steps.
             counts = zip(self.local_batch_sizes, micro, strict=True)
@@ -213,14 +238,82 @@ class Trainer:
         self.pace.factor = self._throttle()
         self.model.train()
         for piece in pieces:
-            inputs, targets, waited_s = self._fetch(self.data.train, piece)
+            inputs, targets, waited_s = self._fetch_training(piece)
             data_s += waited_s
+            num_missing = len(piece) - len(targets)
+            self.strategy.count_data(waited_s, num_missing)
+            self._num_missing += num_missing
             self.pace.begin(len(piece))
             losses, accuracies = self.data.losses(self.model(inputs), targets)
             self.pace.advance(FORWARD_SHARE)
             self.strategy.backward(losses, accuracies)
             self.pace.end()
         return data_s, len(own)
+
+    def _own_pieces(self, batch: Indices, sizes: Sequence[int]) -> tuple[Indices, list[Indices]]:
+        """This worker's part of a batch, and its micro-steps."""
+        own = own_part(batch, sizes, self.comm.rank)
+        size = self.micro_batch_sizes[self.comm.rank] or max(1, len(own))
+        return own, [own[start : start + size] for start in range(0, len(own), size)]
+
+    def _fetch_training(self, piece: Indices) -> tuple[Tensor, Tensor, float]:
+        """A micro-step's inputs and targets, and the seconds of waiting for them."""
+        train = self.data.train
+        if not isinstance(train, StreamedSamples) or len(piece) == 0:
+            return self._fetch(train, piece)
+        taken = self._feed.take(piece) if self._feed is not None else None
+        if taken is None:  # at the beginning, and when shares have changed
+            began_at = time.perf_counter()
+            if self._feed is not None:
+                self._feed.close()
+            self._feed = Feed(train, self._pieces_from(piece), self.device, self.dtype)
+            taken = self._feed.take(piece)
+            assert taken is not None
+            taken = taken[0], time.perf_counter() - began_at
+        (inputs, targets), waited_s = taken
+        return inputs, targets, waited_s
+
+    def _pieces_from(self, piece: Indices) -> Iterator[Piece]:
+        """All pieces of this worker from one on, to the end of the run, with the shares as they are now."""
+        sampler, sizes = self._make_sampler(), tuple(self.local_batch_sizes)
+        state, step = self.progress.sampler, self.progress.step
+        is_begun = False
+
+        def pieces() -> Iterator[Piece]:
+            nonlocal state, is_begun
+            for _ in range(step, self.total_steps):
+                epoch = state.epoch
+                batch, state = sampler.batch(state)
+                for found in self._own_pieces(batch, sizes)[1]:
+                    is_begun = is_begun or np.array_equal(found, piece)
+                    if is_begun:
+                        yield epoch, found
+
+        return pieces()
+
+    def _say_slow_readers(self) -> None:
+        """Name the workers whose data came late, so that nobody takes their devices for slow."""
+        if not isinstance(self.data.train, StreamedSamples):
+            return
+        counts = self.data.train.counts
+        own = [self._data_s, self._trained_s, counts.bytes_read, counts.repeats, self._num_missing]
+        found = self.comm.gather(torch.tensor(own, dtype=torch.float64, device=self.device))
+        self.log.write("reads", step=self.progress.step, **asdict(counts), data_s=round(self._data_s, 6))
+        if self.comm.rank != 0:
+            return
+        for place, numbers in zip(placements(self.config.cluster), found, strict=True):
+            data_s, trained_s, bytes_read, _, num_missing = numbers.tolist()
+            if data_s > _SLOW_READER * trained_s:
+                self.log.write(
+                    "message",
+                    text=f"worker {place.label} waited for data {100 * data_s / trained_s:.0f} % of its time "
+                    f"({bytes_read / 2**20 / trained_s:.0f} MiB/s): its reader is slow, not its device",
+                )
+            if num_missing:
+                self.log.write(
+                    "message",
+                    text=f"worker {place.label} left out {num_missing:.0f} samples that can't be read",
+                )
 
     def _throttle(self) -> float:
         """How many times as long the step to come takes on this emulated device."""

@@ -1,6 +1,5 @@
 """What a worker process does: join the others, train, and say truthfully how it ended."""
 
-import ctypes
 import json
 import os
 import signal
@@ -21,9 +20,9 @@ from labkit.engine.hybrid import GroupPlace, HybridTrainer
 from labkit.engine.probe import Probe
 from labkit.engine.train import Trainer
 from labkit.errors import ConfigError
+from labkit.processes import die_with_parent
 from labkit.runfolder import RunFolder, write_atomically
 
-_PR_SET_PDEATHSIG = 1
 EXIT_STOPPED = 143
 
 
@@ -52,14 +51,6 @@ class WorkerTask:
     num_here: int = 1
     quota: str = ""
     group: GroupPlace | None = None
-
-
-def die_with_parent(parent_pid: int) -> None:
-    """Have the kernel kill this process when its parent dies, however it dies (Linux)."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent_pid:  # it died before the call
-        os._exit(1)
 
 
 def redirect_output(folder: RunFolder, rank: int) -> None:

@@ -16,10 +16,11 @@ from torch.distributed.launcher.api import elastic_launch
 from labkit.cluster.placement import Placement
 from labkit.comm import address_towards, interface_towards
 from labkit.config import ExperimentConfig
-from labkit.engine.worker import die_with_parent, write_error
+from labkit.engine.worker import write_error
 from labkit.launch.emulation import Network
 from labkit.launch.launcher import Exit, Launcher
 from labkit.launch.verdict import signal_text
+from labkit.processes import die_with_parent
 from labkit.runfolder import RunFolder
 
 _FORK = multiprocessing.get_context("fork")

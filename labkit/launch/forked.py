@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from labkit.comm import Rendezvous, StoreServer, join
-from labkit.engine.worker import die_with_parent
 from labkit.launch.emulation.network import Loopback, Network
+from labkit.processes import die_with_parent
 
 # OpenMP's threads do not survive a fork: neither this process nor its workers may have any.
 torch.set_num_threads(1)

@@ -21,11 +21,12 @@ from labkit.comm import PeerError, Rendezvous, Secret, StoreClient, StoreServer
 from labkit.config import AsyncConfig, ExperimentConfig
 from labkit.engine.hybrid import GroupPlace
 from labkit.engine.server import ServerTask, given_up_key, run_server
-from labkit.engine.worker import WorkerTask, die_with_parent, keep_alive, redirect_output
+from labkit.engine.worker import WorkerTask, keep_alive, redirect_output
 from labkit.launch.emulation import Network
 from labkit.launch.launcher import Exit, Launcher
 from labkit.launch.local import LocalLauncher
 from labkit.launch.verdict import root_cause
+from labkit.processes import die_with_parent
 from labkit.runfolder import RunFolder
 
 _FORK = multiprocessing.get_context("fork")

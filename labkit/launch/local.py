@@ -7,9 +7,10 @@ import sys
 from collections.abc import Sequence
 from multiprocessing.process import BaseProcess
 
-from labkit.engine.worker import WorkerTask, die_with_parent, redirect_output, run_worker
+from labkit.engine.worker import WorkerTask, redirect_output, run_worker
 from labkit.launch.emulation import Network
 from labkit.launch.launcher import Exit, Launcher
+from labkit.processes import die_with_parent
 from labkit.runfolder import RunFolder
 
 _FORK = multiprocessing.get_context("fork")

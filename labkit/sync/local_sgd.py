@@ -84,6 +84,9 @@ class LocalSgd:
         )
         self._optimizer.zero_grad(set_to_none=True)
 
+    def count_data(self, waited_s: float, num_missing: int = 0) -> None:
+        self._record.count_data(waited_s, num_missing)
+
     def backward(self, losses: Tensor, accuracies: Tensor) -> None:
         self._record.add(losses, accuracies)
         losses.sum().backward()

@@ -41,6 +41,11 @@ class StepRecord:
         self._sums = []
         self._started_at = self._ready_at = self._clock()
 
+    def count_data(self, waited_s: float, num_missing: int) -> None:
+        """Waiting for data is no work of this device; samples that did not come are not counted."""
+        self._started_at += waited_s
+        self.num_samples -= num_missing
+
     def add(self, losses: Tensor, accuracies: Tensor) -> bool:
         """Count one micro-step; shapes (b,), (b,).
 

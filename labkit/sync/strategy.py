@@ -59,6 +59,15 @@ class Strategy(Protocol):
         """
         ...
 
+    def count_data(self, waited_s: float, num_missing: int = 0) -> None:
+        """This worker has waited for data, which does not make its device slow.
+
+        Args:
+            waited_s: Seconds.
+            num_missing: Samples of `begin_step` that can't be read and are left out.
+        """
+        ...
+
     def backward(self, losses: Tensor, accuracies: Tensor) -> None:
         """Back-propagate the sum of one micro-step's losses; shapes (b,), (b,)."""
         ...

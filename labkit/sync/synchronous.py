@@ -56,6 +56,9 @@ class Synchronous:
         )
         self._gradients.begin()
 
+    def count_data(self, waited_s: float, num_missing: int = 0) -> None:
+        self._record.count_data(waited_s, num_missing)
+
     def backward(self, losses: Tensor, accuracies: Tensor) -> None:
         if self._record.add(losses, accuracies):
             self._gradients.expect_last_micro_step()

@@ -1,80 +1,25 @@
-"""Data sets that need no download: scikit-learn's digits and the standard library's own sources."""
+"""Data sets by name: scikit-learn's digits, the standard library's own sources, shards, the user's own."""
 
 import gzip
 import importlib.util
 import os
 import sysconfig
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from labkit.config import DigitsConfig, TextConfig, UserDataConfig
+from labkit.config import DigitsConfig, ShardsConfig, TextConfig, UserDataConfig
 from labkit.errors import ConfigError
 from labkit.tasks.entry_point import load_entry_point
+from labkit.tasks.samples import DataInfo, Samples, TensorSamples
+from labkit.tasks.shards import ShardSamples, shard_folders
 
-Batch = tuple[Tensor, Tensor]
 Losses = tuple[Tensor, Tensor]
-
-
-class Samples(Protocol):
-    """Random access to samples by position."""
-
-    def __len__(self) -> int: ...
-
-    def batch(self, indices: Sequence[int]) -> Batch:
-        """Inputs and targets of some samples; shapes (b, ...), (b, ...)."""
-        ...
-
-
-@dataclass(frozen=True)
-class TensorSamples:
-    """Samples that lie in memory; inputs (n, ...), targets (n, ...)."""
-
-    inputs: Tensor
-    targets: Tensor
-
-    def __len__(self) -> int:
-        return len(self.inputs)
-
-    def batch(self, indices: Sequence[int]) -> Batch:
-        chosen = torch.as_tensor(np.asarray(indices, dtype=np.int64))
-        return self.inputs[chosen], self.targets[chosen]
-
-
-class DatasetSamples:
-    """Any map-style data set, `dataset[i] -> (input, target)`, stacked into batches."""
-
-    def __init__(self, dataset: "torch.utils.data.Dataset[tuple[Tensor, Tensor]]") -> None:
-        self._dataset = dataset
-
-    def __len__(self) -> int:
-        return len(self._dataset)  # type: ignore[arg-type]
-
-    def batch(self, indices: Sequence[int]) -> Batch:
-        pairs = [self._dataset[int(index)] for index in indices] or [self._dataset[0]]
-        inputs, targets = (
-            torch.stack([torch.as_tensor(part) for part in side]) for side in zip(*pairs, strict=True)
-        )
-        return inputs[: len(indices)], targets[: len(indices)]
-
-
-@dataclass(frozen=True)
-class DataInfo:
-    """What a model must know of its data.
-
-    Attributes:
-        input_shape: Shape of one input, without the batch dimension.
-        num_classes: Values of a target.
-    """
-
-    input_shape: tuple[int, ...]
-    num_classes: int
 
 
 def cross_entropy_per_sample(outputs: Tensor, targets: Tensor) -> Losses:
@@ -112,8 +57,12 @@ class Data:
     losses: Callable[[Tensor, Tensor], Losses] = field(default=cross_entropy_per_sample)
 
 
-def load_data(config: DigitsConfig | TextConfig | UserDataConfig) -> Data:
+def load_data(config: DigitsConfig | TextConfig | ShardsConfig | UserDataConfig, seed: int = 0) -> Data:
     """Load the data set that a configuration names.
+
+    Args:
+        config: Of the data.
+        seed: Of random transforms of shards.
 
     Raises:
         ConfigError: it is not there, or the user's function does not return a `Data`.
@@ -122,6 +71,10 @@ def load_data(config: DigitsConfig | TextConfig | UserDataConfig) -> Data:
         return _digits(config)
     if isinstance(config, TextConfig):
         return _text(config)
+    if isinstance(config, ShardsConfig):
+        train, val = shard_folders(config)
+        samples = ShardSamples(train, config, seed, is_training=True)
+        return Data(samples, ShardSamples(val, config, seed, is_training=False), samples.info())
     data = load_entry_point(config.name, "data.name")(**config.options)
     if not isinstance(data, Data):
         raise ConfigError(

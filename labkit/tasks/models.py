@@ -6,8 +6,8 @@ from torch import Tensor, nn
 
 from labkit.config import ConvNetConfig, GptConfig, MlpConfig, UserModelConfig
 from labkit.errors import ConfigError
-from labkit.tasks.data import DataInfo
 from labkit.tasks.entry_point import load_entry_point
+from labkit.tasks.samples import DataInfo
 
 
 def build_model(config: MlpConfig | ConvNetConfig | GptConfig | UserModelConfig, info: DataInfo) -> nn.Module:
