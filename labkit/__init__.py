@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from labkit.lab.widgets.plan_explorer import PlanExplorer
     from labkit.launch import Run, attach, resume, start, warm_up
     from labkit.runfolder import RunFolder, RunState, RunStatus, all_runs, find_run
+    from labkit.tasks.shard_sources import write_shards
 
 _HOME = {
     "labkit.cluster.plan": ("make_plan",),
@@ -48,6 +49,7 @@ _HOME = {
     "labkit.lab.widgets.plan_explorer": ("PlanExplorer",),
     "labkit.launch": ("Run", "attach", "resume", "start", "warm_up"),
     "labkit.runfolder": ("RunFolder", "RunState", "RunStatus", "all_runs", "find_run"),
+    "labkit.tasks.shard_sources": ("write_shards",),
 }
 _MODULES = {
     "figures": "labkit.lab.figures",

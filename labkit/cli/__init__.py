@@ -18,6 +18,7 @@ from labkit.cli.probe import probe
 from labkit.cli.reproduce import reproduce
 from labkit.cli.run import run
 from labkit.cli.serve import lab, ui
+from labkit.cli.shards import shards
 from labkit.cli.status import status
 from labkit.errors import LabkitError, did_you_mean
 
@@ -39,6 +40,7 @@ _VERBS = (
     cluster,
     probe,
     plan,
+    shards,
     bench,
 )
 

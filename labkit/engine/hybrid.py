@@ -18,6 +18,8 @@ from torch import Tensor
 from labkit.cluster.placement import Placement, placements
 from labkit.comm import Arena, Communicator, Rendezvous, Secret, StoreClient, padded_bytes
 from labkit.config import AsyncConfig, ExperimentConfig
+from labkit.data.sampler import Indices, own_part
+from labkit.engine.device import to_device
 from labkit.engine.events import EventLog
 from labkit.engine.server import flat_buffers, set_buffers, wait_for_address
 from labkit.engine.server_link import ServerLink, Taken
@@ -27,6 +29,7 @@ from labkit.sync import StepTotals, Strategy
 from labkit.sync.group_sum import GroupSum
 from labkit.sync.ledger import Extent
 from labkit.sync.server_shard import shard_borders, trained
+from labkit.tasks import StreamedSamples
 
 _CARE = 1.5  # a fetch may take so many times as long as lately
 _MARGIN_S = 0.005
@@ -93,6 +96,8 @@ class HybridTrainer(Trainer):
         self._next: Future[Taken] | None = None
         self._compute_s = self._fetch_s = 0.0  # what both took lately
         self._has_statistics = False
+        self._epoch = 0  # of what is computed on
+        self._sampler_ahead = self._make_sampler()  # of the thread that fetches
         self._slots = self._shared_slots()
         self._link = self._connect() if comm.rank == 0 else None
 
@@ -140,7 +145,9 @@ class HybridTrainer(Trainer):
             self._say_start()
             sent_before = self._node_sent_bytes()
             what = self._work()
+            self._say_slow_readers()
         finally:
+            self.close_data()
             if self._link is not None:
                 self._link.close()
         self._take_costs(sent_before)
@@ -196,7 +203,7 @@ class HybridTrainer(Trainer):
         if self._link is not None:
             time.sleep(max(0.0, self._compute_s - _CARE * self._fetch_s - _MARGIN_S))
         began_at = time.perf_counter()
-        taken = self._fetch_next()
+        taken = self._read_ahead(self._fetch_next())
         self._fetch_s = _smoothed(self._fetch_s, time.perf_counter() - began_at)
         return taken
 
@@ -257,6 +264,7 @@ class HybridTrainer(Trainer):
         extent = taken.extent
         assert extent is not None
         self._step_began_at = began_at
+        self._epoch = extent.epoch
         batch = self.sampler.part(extent.epoch, extent.start, extent.stop)
         data_s, samples = self._compute(batch)
         totals = self.strategy.end_step(0.0)
@@ -271,6 +279,27 @@ class HybridTrainer(Trainer):
             figures = {"loss_sum": totals.loss_sum, "accuracy_sum": totals.accuracy_sum, "parts_s": parts_s}
             self._link.push(extent.number, self._group_sum.gradient(), figures, buffers)
         return totals
+
+    def _comm_places(self) -> list[Placement]:
+        places = placements(self.config.cluster)
+        return [places[rank] for rank in self._group.ranks]
+
+    def _fetch_training(self, piece: Indices) -> tuple[Tensor, Tensor, float]:
+        """Read what is given out: it can't be known long before, but reading has begun when it came."""
+        train = self.data.train
+        if not isinstance(train, StreamedSamples) or len(piece) == 0:
+            return self._fetch(train, piece)
+        began_at = time.perf_counter()
+        inputs, targets = to_device(train.batch_at(self._epoch, piece), self.device, self.dtype)
+        return inputs, targets, time.perf_counter() - began_at
+
+    def _read_ahead(self, taken: Taken) -> Taken:
+        """Begin to read what will be computed next."""
+        train, extent = self.data.train, taken.extent
+        if extent is not None and isinstance(train, StreamedSamples):
+            batch = self._sampler_ahead.part(extent.epoch, extent.start, extent.stop)
+            train.ahead(train.extents_of(own_part(batch, self.local_batch_sizes, self.comm.rank)))
+        return taken
 
     def _take_statistics(self, taken: Taken) -> None:
         """Begin with the running statistics of all groups: this one may have come late, or again."""

@@ -83,6 +83,7 @@ class Probe:
         self._measure_device(self._find_sizes())
         for pair in self._pairs():
             self._measure_link(*pair)
+        self._data.close()
         self._log.write("end", step=0)
 
     # --- devices -----------------------------------------------------------------------------------------

@@ -140,6 +140,7 @@ def _serve(task: ServerTask) -> int:
     config = folder.read_config()
     torch.set_num_threads(1)
     data = load_data(config.data)
+    data.close()
     seed_everything(config.seed, "model")
     model = build_model(config.model, data.info).to(getattr(torch, config.engine.dtype))
     secret = Secret.from_text(task.secret)

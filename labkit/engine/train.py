@@ -27,6 +27,7 @@ from labkit.sync import StepTotals, Strategy, build_strategy, synchronize_batch_
 from labkit.tasks import Data, Samples, StreamedSamples, build_model, load_data
 
 _SLOW_READER = 0.05  # of a worker's time
+_LEAST_WAIT_S = 0.5  # in all that is worth a word
 
 
 @dataclass
@@ -75,6 +76,11 @@ class Trainer:
             raise ConfigError(
                 f"cluster must have at most as many workers as training samples ({num_samples}), got "
                 f"{placement.world_size}. Use fewer workers."
+            )
+        if num_samples < config.engine.global_batch_size:
+            raise ConfigError(
+                f"engine.global_batch_size must be at most the number of training samples ({num_samples}), "
+                f"got {config.engine.global_batch_size}. Lower it."
             )
         self.total_steps = config.total_steps(num_samples)
         try:
@@ -186,17 +192,13 @@ class Trainer:
         if self._feed is not None:
             self._feed.close()
             self._feed = None
-        for samples in (self.data.train, self.data.val):
-            if isinstance(samples, StreamedSamples):
-                samples.close()
+        self.data.close()
 
     def step_and_say(self) -> StepTotals:
         """One step and its events."""
         self._step_began_at = time.perf_counter()
         totals, data_s, samples = self.step()
         step_s, parts = self._say_step(totals, data_s, samples)
-        self._data_s += data_s
-        self._trained_s += step_s
         if self.comm.rank == 0:
             self._say_means(totals, step_s, parts)
         return totals
@@ -291,6 +293,10 @@ class Trainer:
 
         return pieces()
 
+    def _comm_places(self) -> list[Placement]:
+        """The workers that this one communicates with, by their rank there."""
+        return placements(self.config.cluster)
+
     def _say_slow_readers(self) -> None:
         """Name the workers whose data came late, so that nobody takes their devices for slow."""
         if not isinstance(self.data.train, StreamedSamples):
@@ -301,9 +307,9 @@ class Trainer:
         self.log.write("reads", step=self.progress.step, **asdict(counts), data_s=round(self._data_s, 6))
         if self.comm.rank != 0:
             return
-        for place, numbers in zip(placements(self.config.cluster), found, strict=True):
+        for place, numbers in zip(self._comm_places(), found, strict=True):
             data_s, trained_s, bytes_read, _, num_missing = numbers.tolist()
-            if data_s > _SLOW_READER * trained_s:
+            if data_s > max(_LEAST_WAIT_S, _SLOW_READER * trained_s):
                 self.log.write(
                     "message",
                     text=f"worker {place.label} waited for data {100 * data_s / trained_s:.0f} % of its time "
@@ -451,6 +457,8 @@ class Trainer:
             Seconds of the step, and of its parts by name.
         """
         step_s = time.perf_counter() - self._step_began_at
+        self._data_s += data_s
+        self._trained_s += step_s
         slowest_s = max(totals.busy_s)
         # The slowest worker never waits; what others spend beyond waiting for it is communication.
         wait_s = max(0.0, min(totals.exposed_s, slowest_s - totals.busy_s[self.comm.rank]))

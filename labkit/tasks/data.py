@@ -16,7 +16,7 @@ from torch import Tensor
 from labkit.config import DigitsConfig, ShardsConfig, TextConfig, UserDataConfig
 from labkit.errors import ConfigError
 from labkit.tasks.entry_point import load_entry_point
-from labkit.tasks.samples import DataInfo, Samples, TensorSamples
+from labkit.tasks.samples import DataInfo, Samples, StreamedSamples, TensorSamples
 from labkit.tasks.shards import ShardSamples, shard_folders
 
 Losses = tuple[Tensor, Tensor]
@@ -55,6 +55,12 @@ class Data:
     val: Samples
     info: DataInfo
     losses: Callable[[Tensor, Tensor], Losses] = field(default=cross_entropy_per_sample)
+
+    def close(self) -> None:
+        """End what reads ahead."""
+        for samples in (self.train, self.val):
+            if isinstance(samples, StreamedSamples):
+                samples.close()
 
 
 def load_data(config: DigitsConfig | TextConfig | ShardsConfig | UserDataConfig, seed: int = 0) -> Data:

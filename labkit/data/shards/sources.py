@@ -29,7 +29,9 @@ class Source(Protocol):
     """
 
     name: str
-    num_rows: int | None
+
+    @property
+    def num_rows(self) -> int | None: ...
 
     def columns(self) -> tuple[Column, ...]:
         """Input and target, in this order."""
