@@ -153,11 +153,17 @@ def test_a_folder_that_hugging_face_datasets_saved(tmp_path: Path) -> None:
 
 
 def test_hugging_face_datasets_opens_them(tmp_path: Path) -> None:
-    datasets = pytest.importorskip("datasets", reason="pip install datasets, to see that it opens shards")
+    pytest.importorskip("datasets", reason="pip install datasets, to see that it opens shards")
     index = _write(tmp_path / "shards", 50)
     files = [str(tmp_path / "shards" / shard.file) for shard in index.shards]
-    data = datasets.load_dataset("arrow", data_files=files, cache_dir=str(tmp_path / "cache"), split="train")
-    assert data["target"] == list(range(50))
+    code = (
+        "import sys, datasets\n"
+        "data = datasets.load_dataset('arrow', data_files=sys.argv[2:], cache_dir=sys.argv[1], split='train')\n"
+        "assert list(data['target']) == list(range(50)), data['target']\n"
+    )
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"}
+    command = [sys.executable, "-c", code, str(tmp_path / "cache"), *files]
+    subprocess.run(command, env=environment, check=True)
 
 
 def test_a_killed_writing_goes_on_and_gives_the_same(tmp_path: Path) -> None:
@@ -287,16 +293,25 @@ def test_the_order_is_of_seed_and_epoch_alone_and_positions_can_be_asked_for_in_
 
 def test_a_window_holds_whole_extents_up_to_its_size() -> None:
     order = WindowShuffle([10] * 20, [100] * 20, 399, 0)  # three extents a window
-    rows = order.slice(0, 0, 200)
+    rows = order.slice(1, 0, 200)
     for begin in range(0, 180, 30):
         assert len(set((rows[begin : begin + 30] // 10).tolist())) == 3
 
 
+def test_the_first_windows_of_a_run_are_small_so_that_it_begins_soon() -> None:
+    order = WindowShuffle([10] * 64, [100] * 64, 1600, 0)  # a sixteenth is one extent
+    rows = order.slice(0, 0, 640) // 10
+    found = [
+        len(set(rows[10 * start : 10 * stop].tolist())) for start, stop in ((0, 1), (1, 3), (3, 7), (7, 15))
+    ]
+    assert found == [1, 2, 4, 8]
+
+
 def test_workers_of_a_window_read_extents_of_their_own_in_proportion_to_their_shares() -> None:
     order = WindowShuffle([64] * 64, [2**20] * 64, 32 * 2**20, 0)
-    sampler, state = GlobalSampler(order, 256), SamplerState()
+    sampler, state = GlobalSampler(order, 256), SamplerState(1, 0)
     read: list[set[int]] = [set(), set()]
-    while state.epoch == 0:
+    while state.epoch == 1:
         rows, state = sampler.batch(state)
         for rank in range(2):
             read[rank] |= set((own_part(rows, [3, 1], rank) // 64).tolist())

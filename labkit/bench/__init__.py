@@ -8,6 +8,7 @@ from labkit.errors import ConfigError, did_you_mean
 
 BENCHMARKS = {
     "hybrid": "groups and parameter servers on unlike devices: throughput, accuracy, bytes",
+    "input": "shards read cold and warm: against a plain read, memory, random reads and other loaders",
     "lars": "the cost of a step of LARS against SGD and another LARS; accuracy at a large batch",
     "ladder": "from the flat parameter server to two levels, one part at a time, on an emulated 4x4 cluster",
     "overhead": "what a run costs beside its training: start, events, tracking, all-reduce against DDP",

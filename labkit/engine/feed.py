@@ -25,7 +25,11 @@ class Feed:
     """
 
     def __init__(
-        self, samples: StreamedSamples, pieces: Iterator[Piece], device: torch.device, dtype: torch.dtype
+        self,
+        samples: StreamedSamples,
+        pieces: Iterator[Piece],
+        device: torch.device,
+        dtype: torch.dtype | None,
     ) -> None:
         """Begin.
 
@@ -33,13 +37,14 @@ class Feed:
             samples: What the pieces are of.
             pieces: In the order in which they will be taken; used by the thread alone.
             device: Where batches are wanted.
-            dtype: Of inputs that have a fraction.
+            dtype: Of inputs, but for whole numbers; None: as they are stored.
         """
         self._samples, self._pieces, self._device, self._dtype = samples, pieces, device, dtype
         self._ready: queue.Queue[tuple[Indices, Batch | BaseException]] = queue.Queue(_NUM_READY - 1)
         self._planned: deque[tuple[Piece, list[int]]] = deque()
         self._wanted: Counter[int] = Counter()
         self._is_over = threading.Event()
+        self._is_begun = False  # the first piece is waited for: it comes alone
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._thread = threading.Thread(target=self._work, name="labkit-feed", daemon=True)
         self._thread.start()
@@ -89,21 +94,38 @@ class Feed:
             self._plan()
             if not self._planned:
                 return
-            (epoch, rows), extents = self._planned.popleft()
+            pieces = self._next_together()
             try:
-                batch: Batch | BaseException = self._prepare(epoch, rows)
+                batches = self._prepare(pieces)
             except BaseException as error:
-                batch = error
-            self._wanted.subtract(extents)
-            self._wanted += Counter()  # without what nobody wants any more
-            while not self._is_over.is_set():
-                try:
-                    self._ready.put((rows, batch), timeout=0.1)
-                    break
-                except queue.Full:
-                    continue
-            if isinstance(batch, BaseException):
+                self._hand_over(pieces[0][1], error)
                 return
+            for (_, rows), batch in zip(pieces, batches, strict=True):
+                self._hand_over(rows, batch)
+
+    def _next_together(self) -> list[Piece]:
+        """The next piece, and more of its epoch that are best gathered at the same time."""
+        taken: list[Piece] = []
+        num_rows = 0
+        while self._planned and (not taken or self._is_begun):
+            (epoch, rows), extents = self._planned[0]
+            if taken and (epoch != taken[0][0] or num_rows + len(rows) > self._samples.num_together):
+                break
+            self._planned.popleft()
+            self._wanted.subtract(extents)
+            taken.append((epoch, rows))
+            num_rows += len(rows)
+        self._wanted += Counter()  # without what nobody wants any more
+        self._is_begun = True
+        return taken
+
+    def _hand_over(self, rows: Indices, batch: Batch | BaseException) -> None:
+        while not self._is_over.is_set():
+            try:
+                self._ready.put((rows, batch), timeout=0.1)
+                return
+            except queue.Full:
+                continue
 
     def _plan(self) -> None:
         """Look as far ahead as what is read fits into memory, and one piece at least."""
@@ -119,8 +141,17 @@ class Feed:
         if is_new:
             self._samples.ahead(list(self._wanted))  # in the order in which they were first wanted
 
-    def _prepare(self, epoch: int, rows: Indices) -> Batch:
-        batch = self._samples.batch_at(epoch, rows)
+    def _prepare(self, pieces: list[Piece]) -> list[Batch]:
+        """Batches on the device; several pieces are gathered at once and cut without a copy."""
+        epoch = pieces[0][0]
+        inputs, targets = self._samples.batch_at(epoch, np.concatenate([rows for _, rows in pieces]))
+        counts = [len(rows) for _, rows in pieces]
+        if len(pieces) == 1:
+            return [self._move((inputs, targets))]
+        batches = zip(inputs.split(counts), targets.split(counts), strict=True)
+        return [self._move(batch) for batch in batches]
+
+    def _move(self, batch: Batch) -> Batch:
         if self._stream is None:
             return to_device(batch, self._device, self._dtype)
         inputs, targets = (tensor.pin_memory() for tensor in batch)

@@ -101,6 +101,11 @@ class StreamedSamples(Protocol):
         ...
 
     @property
+    def num_together(self) -> int:
+        """Rows that are best asked for at once: several small batches."""
+        ...
+
+    @property
     def counts(self) -> ReadCounts:
         """What was read so far."""
         ...

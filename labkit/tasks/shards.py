@@ -16,6 +16,7 @@ from labkit.tasks.entry_point import load_entry_point
 from labkit.tasks.samples import Batch, DataInfo
 
 _VAL_BUFFER_BYTES = 16 * 2**20
+_TOGETHER_BYTES = 4 * 2**20
 
 
 class ShardSamples:
@@ -137,6 +138,13 @@ class ShardSamples:
     def num_ahead(self) -> int:
         """Extents that may be asked for ahead: what fits beside those in use."""
         return max(1, self._open()[0].num_slots - self._config.num_readers)
+
+    @property
+    def num_together(self) -> int:
+        """Rows that are best asked for at once: several small batches."""
+        if self._config.on_bad == "skip":
+            return 1
+        return _TOGETHER_BYTES * self.index.num_rows // self.index.size_bytes
 
     @property
     def counts(self) -> ReadCounts:

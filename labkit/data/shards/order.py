@@ -15,6 +15,7 @@ from labkit.data.sampler import FullShuffle, Indices, Order
 from labkit.seeding import stream_seed
 
 _MOST_BATCHES = 200  # looked at for the quality
+_FIRST = 16  # of the window's size is the first one
 
 
 class WindowShuffle:
@@ -28,7 +29,8 @@ class WindowShuffle:
         Args:
             extent_rows: Rows of each extent; shape (E,).
             extent_bytes: Bytes of each; shape (E,).
-            window_bytes: Extents are added to a window as long as they fit; it has one at least.
+            window_bytes: Extents are added to a window as long as they fit; it has one at least. In epoch 0
+                windows begin with a sixteenth of it and double.
             seed: The experiment's.
         """
         self._rows = np.asarray(extent_rows, dtype=np.int64)
@@ -50,11 +52,13 @@ class WindowShuffle:
         self._extents = generator.permutation(len(self._rows))
         self._rank = np.empty_like(self._extents)
         self._rank[self._extents] = np.arange(len(self._extents))
+        # The first batch of a run waits for its whole window, so the first windows of all are small.
+        most = self._window_bytes if epoch else self._window_bytes / _FIRST
         first, filled = [0], 0
         for place, size_bytes in enumerate(self._bytes[self._extents]):
-            if place > first[-1] and filled + size_bytes > self._window_bytes:
+            if place > first[-1] and filled + size_bytes > most:
                 first.append(place)
-                filled = 0
+                filled, most = 0, min(2 * most, self._window_bytes)
             filled += int(size_bytes)
         self._first = np.array([*first, len(self._extents)], dtype=np.int64)
         ends = np.cumsum([0, *self._rows[self._extents]], dtype=np.int64)
@@ -117,7 +121,7 @@ class ShuffleQuality:
 def shuffle_quality(
     order: Order, batch_size: int, targets: npt.NDArray[np.int64] | None = None
 ) -> ShuffleQuality:
-    """Measure the first epoch of an order.
+    """Measure an epoch of an order, the second: in the first one windows may still grow.
 
     Args:
         order: Of all rows.
@@ -125,7 +129,7 @@ def shuffle_quality(
         targets: Class of each row; shape (num_samples,).
     """
     count = order.num_samples
-    drawn = order.slice(0, 0, count)
+    drawn = order.slice(1, 0, count)
     place = np.empty(count, np.int64)
     place[drawn] = np.arange(count)
     spread = np.arange(count) - (count - 1) / 2

@@ -7,7 +7,6 @@ mapped kills the process (SIGBUS), and bytes that change after they were checked
 
 import contextlib
 import math
-import mmap
 import os
 import threading
 import zlib
@@ -81,10 +80,11 @@ class ExtentReader:
                 f"data.buffer must hold two extents of {largest} bytes, got {buffer_bytes}. Raise it, or "
                 "write the shards with smaller extents."
             )
-        # Not of Python's allocator: pages come when they are first used, and helpers that are forked share
-        # them.
-        self._map = mmap.mmap(-1, num_slots * self._slot_bytes)
-        self._arena = np.frombuffer(self._map, dtype=np.uint8)
+        whole = np.empty(
+            num_slots * self._slot_bytes + _ALIGNED, dtype=np.uint8
+        )  # untouched, so not there yet
+        start = -whole.ctypes.data % _ALIGNED
+        self._arena = whole[start : start + num_slots * self._slot_bytes]
         self._free = list(range(num_slots))[::-1]
         self._slots = np.full(len(index.extents), -1, dtype=np.int64)
         self._places = {column.name: np.zeros((len(index.extents), 2), np.int64) for column in index.columns}
@@ -196,7 +196,7 @@ class ExtentReader:
     def _load(self, extent: int, slot: int) -> None:
         number, place = self._index.extents[extent]
         base = slot * self._slot_bytes
-        into = memoryview(self._map)[base : base + place.size_bytes]
+        into = self._arena[base : base + place.size_bytes].data
         try:
             self._read(number, extent, place.offset, into)
             if not self._is_checked[extent] and zlib.crc32(into) != place.checksum:
@@ -209,8 +209,9 @@ class ExtentReader:
                 self.counts.requests += 1
                 self.counts.bytes_read += place.size_bytes
                 self.counts.repeats += int(self._is_checked[extent])
+            if not self._is_checked[extent]:
+                self._find_columns(extent, into)
             self._is_checked[extent] = True
-            self._find_columns(extent, base, place.size_bytes)
         finally:
             into.release()
 
@@ -243,13 +244,12 @@ class ExtentReader:
         if (after.st_mtime_ns, after.st_size) != stamp:
             raise ShardError(f"{self._index.describe(extent)} must not change while it is read.")
 
-    def _find_columns(self, extent: int, base: int, size_bytes: int) -> None:
-        """Where the values of each column begin in the arena."""
-        whole = pa.py_buffer(memoryview(self._map)[base : base + size_bytes])
+    def _find_columns(self, extent: int, data: memoryview) -> None:
+        """Where the values of each column begin in the extent."""
+        whole = pa.py_buffer(data)
         batch = pa.ipc.read_record_batch(pa.ipc.read_message(whole), self._schema)
         for column, values in zip(self._index.columns, batch.columns, strict=True):
-            buffers = [buffer for buffer in values.buffers() if buffer is not None]
-            places = [base + buffer.address - whole.address for buffer in buffers]
+            places = [buffer.address - whole.address for buffer in values.buffers() if buffer is not None]
             self._places[column.name][extent, : len(places)] = places
 
     # --- rows ----------------------------------------------------------------------------------------------
@@ -354,7 +354,7 @@ class ExtentReader:
     def _gather(self, name: str, rows: Indices, extents: Indices) -> Values:
         """Values of rows whose extents are in memory."""
         column = self._index.column(name)
-        places = self._places[name][extents]
+        places = self._places[name][extents] + self._slots[extents, None] * self._slot_bytes
         local = rows - self._index.extent_starts[extents]
         if column.kind == "image":
             found = zip(places.tolist(), local.tolist(), strict=True)
