@@ -37,6 +37,7 @@ _SHAPE = (3, 32, 32)
 _ROW_BYTES = 3 * 32 * 32
 _NUM_ROWS = 2**16  # 192 MiB
 _BATCH = 256
+_SHARD_BYTES = 16 * 2**20
 _WINDOW_BYTES = 32 * 2**20
 _WINDOW_ROWS = _WINDOW_BYTES // _ROW_BYTES
 _NUM_RANDOM = 12_000  # rows read one by one: enough, and slow
@@ -149,7 +150,7 @@ class _Pictures:
 def _write(folder: Path, say: Callable[[str], None]) -> float:
     """Write the shards; megabytes a second."""
     began_at = time.perf_counter()
-    options = WriteOptions(val_share=0.1, shuffle_seed=None, num_processes=os.cpu_count() or 1)
+    options = WriteOptions(_SHARD_BYTES, shuffle_seed=None, num_processes=os.cpu_count() or 1)
     index = write_shards(MapSource("pictures", _Pictures()), folder / "shards", options)
     seconds = time.perf_counter() - began_at
     size_bytes = sum(part.size_bytes for part in index.values())
@@ -172,7 +173,7 @@ def _peers(folder: Path, report: Report) -> dict[str, Side]:
         _write_tars(folder)
         found["webdataset"] = _webdataset
     if importlib.util.find_spec("datasets"):
-        _write_datasets(folder)
+        _in_process(_write_datasets, folder, lambda: None)  # it leaves threads behind
         found["datasets"] = _datasets
     missing = [name for name in ("webdataset", "datasets") if name not in found]
     if missing:
@@ -198,7 +199,7 @@ def _write_tars(folder: Path) -> None:
                     tar.addfile(entry, io.BytesIO(data))
 
 
-def _write_datasets(folder: Path) -> None:
+def _write_datasets(folder: Path) -> float:
     import datasets
 
     datasets.disable_progress_bars()
@@ -206,6 +207,7 @@ def _write_datasets(folder: Path) -> None:
     data = datasets.load_dataset("arrow", data_files=files, cache_dir=str(folder / "cache"), split="train")
     data.save_to_disk(str(folder / "datasets"))
     shutil.rmtree(folder / "cache")
+    return float(len(data))
 
 
 # --- sides: samples a second -----------------------------------------------------------------------------

@@ -23,7 +23,7 @@ def shards() -> None:
     \b
     Examples:
       labkit shards write images/ my_shards
-      labkit run data.format=shards data.path=my_shards model=convnet data.image_size=[64,64]
+      labkit run data=shards data.path=my_shards data.image_size=[64,64]
     """
 
 
