@@ -11,6 +11,7 @@ from typing import Any
 import nbformat
 import pytest
 
+import labkit
 from labkit.config import from_parameters
 from labkit.lab import heterogeneity, large_batch, scaling
 from labkit.lab.show import PLOTLY_MIME
@@ -23,6 +24,7 @@ STUDIES: dict[str, Any] = {  # of several runs
     "03_scaling.ipynb": scaling.Study.from_parameters,
     "04_large_batch.ipynb": large_batch.Study.from_parameters,
     "05_heterogeneity.ipynb": heterogeneity.Study.from_parameters,
+    "06_input.ipynb": labkit.input.Study.from_parameters,
 }
 
 
