@@ -15,6 +15,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
@@ -34,6 +35,7 @@ from labkit.data.shards import (
 )
 from labkit.data.shards.sources import MapSource, StreamSource, open_path
 from labkit.data.shards.write import check_shards
+from labkit.engine.feed import Feed
 from labkit.errors import ConfigError, LabkitError
 from labkit.tasks import load_data
 from labkit.tasks.shards import ShardSamples
@@ -496,29 +498,71 @@ def test_nothing_is_left_after_a_break_or_an_error(numbered: tuple[Path, ShardIn
     assert (threading.active_count(), len(os.listdir("/proc/self/fd"))) == before
 
 
-def test_memory_stays_within_the_buffer_for_data_ten_times_as_large(tmp_path: Path) -> None:
-    count, width = 4096, 16 * KIB  # 64 MiB
-    options = WriteOptions(16 * 2**20, 2**18, 0.0, None, 1)
+@pytest.mark.skipif(sys.platform != "linux", reason="limits memory as Linux counts it")
+def test_data_ten_times_as_large_as_a_memory_limit_is_read_within_it(tmp_path: Path) -> None:
+    count, width, limit = 8192, 16 * KIB, 12 * 2**20  # 128 MiB of data
+    options = WriteOptions(16 * 2**20, 2**18, 0.0, None, 2)
     write_shards(MapSource("wide", Numbered(count, width)), tmp_path / "shards", options)
     script = (
         "import sys, resource, numpy as np\n"
         "from pathlib import Path\n"
         "from labkit.data.shards import ExtentReader, read_index, WindowShuffle\n"
         "folder = Path(sys.argv[1]); index = read_index(folder)\n"
-        "order = WindowShuffle([e.rows for _, e in index.extents], index.extent_bytes.tolist(), 2 * 2**20, 0)\n"
-        "def used(): return int([l for l in open('/proc/self/status') if l.startswith('VmHWM')][0].split()[1])\n"
+        "order = WindowShuffle([e.rows for _, e in index.extents], index.extent_bytes.tolist(), 2**21, 0)\n"
+        "def status(name):\n"
+        "    return int(next(l for l in open('/proc/self/status') if l.startswith(name)).split()[1]) * 1024\n"
         "with ExtentReader(folder, index, buffer_bytes=6 * 2**20) as reader:\n"
-        "    before = used()\n"
-        "    resource.setrlimit(resource.RLIMIT_DATA, (resource.getrlimit(resource.RLIMIT_DATA)[1],) * 2)\n"
+        "    reader.take(np.arange(2), ('input', 'target'))\n"
+        "    resident = status('VmRSS')\n"
+        "    resource.setrlimit(resource.RLIMIT_DATA, (status('VmData') + int(sys.argv[2]),) * 2)\n"
         "    for start in range(0, index.num_rows, 32):\n"
-        "        rows = order.slice(0, start, start + 32)\n"
+        "        rows = order.slice(1, start, start + 32)\n"
         "        values, _ = reader.take(rows, ('input', 'target'))\n"
         "        assert (values['input'][:, 9] == rows % 251).all()\n"
-        "    print((used() - before) // 1024)\n"
+        "    print(status('VmHWM') - resident)\n"
+        "try:\n"
+        "    np.ones(16 * 2**20, np.uint8)\n"
+        "except MemoryError:\n"
+        "    sys.exit(0)\n"
+        "sys.exit('the limit did not hold')\n"
     )
-    command = [sys.executable, "-c", script, str(tmp_path / "shards")]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert int(done.stdout) <= 6 + 4  # MiB: the buffer, and a few batches
+    command = [sys.executable, "-c", script, str(tmp_path / "shards"), str(limit)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) < limit
+
+
+def test_more_readers_than_rows_and_a_window_larger_than_the_data(tmp_path: Path) -> None:
+    _write(tmp_path / "train", 3)
+    _write(tmp_path / "val", 2)
+    config = _config(tmp_path, num_readers=64, window="1GiB")
+    data = load_data(config)
+    order = data.train.order(0)  # type: ignore[attr-defined]
+    assert sorted(order.slice(0, 0, 3).tolist()) == [0, 1, 2]
+    assert sorted(data.train.batch([2, 0, 1])[1].tolist()) == [0, 1, 2]
+    data.close()
+
+
+@pytest.mark.parametrize("how", ["break", "damage", "transform"])
+def test_a_feed_that_ends_early_leaves_nothing(tmp_path: Path, how: str) -> None:
+    folder = tmp_path / "train"
+    _damaged(folder, "flipped" if how == "damage" else "")
+    before = (threading.active_count(), len(os.listdir("/proc/self/fd")))
+    samples = ShardSamples(folder, _config(tmp_path, window=8 * KIB), 0, is_training=True)
+    if how == "transform":
+        samples._transform = lambda value, target, generator: 1 / 0  # type: ignore[assignment]
+    rows = [samples.order(0).slice(0, start, start + 50) for start in range(0, 500, 50)]
+    feed = Feed(samples, ((0, part) for part in rows), torch.device("cpu"), torch.float32)
+    try:
+        for part in rows[:2] if how == "break" else rows:
+            taken = feed.take(part)
+            assert taken is not None and taken[0][1].tolist() == part.tolist()
+        assert how == "break"
+    except LabkitError as error:
+        assert ("checksum" if how == "damage" else "data.transform failed") in str(error)
+    feed.close()
+    samples.close()
+    assert (threading.active_count(), len(os.listdir("/proc/self/fd"))) == before
 
 
 # --- decoding --------------------------------------------------------------------------------------------
