@@ -69,6 +69,10 @@ def _listening() -> set[int]:
     return {c.laddr.port for c in psutil.Process().net_connections() if c.status == psutil.CONN_LISTEN}
 
 
+def _signals() -> set[str]:
+    return {f"{number.name} is {signal.getsignal(number)}" for number in (signal.SIGINT, signal.SIGTERM)}
+
+
 def _groups() -> set[str]:
     import sys
 
@@ -98,6 +102,7 @@ def _no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
         "environment variables": _environment,  # type: ignore[dict-item]
         "files in /dev/shm": _shared_memory,  # type: ignore[dict-item]
         "listening ports": _listening,  # type: ignore[dict-item]
+        "signal handlers": _signals,  # type: ignore[dict-item]
     }
     before = {name: look() for name, look in guards.items()}
     yield

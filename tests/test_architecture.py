@@ -17,7 +17,7 @@ LAYERS: list[set[str]] = [
     {"launch"},
     {"engine"},
     {"sync", "tasks"},
-    {"comm", "data"},
+    {"comm", "data", "memory"},
     {"cluster", "optim"},
     {"runfolder"},
     {"config"},

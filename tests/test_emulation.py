@@ -404,8 +404,10 @@ def test_a_user_without_root_builds_measures_and_changes_it(netns: None) -> None
 
 @emulated
 def test_a_user_without_root_trains_on_it(netns: None) -> None:
+    handler = signal.getsignal(signal.SIGINT)
     import labkit.launch.preload
 
+    signal.signal(signal.SIGINT, handler)  # the fork server ignores Ctrl-C; the tests' process must not
     need(_user_namespaces_allowed(), "user namespaces must be allowed")
     config = labkit.from_overrides([*FAST, "cluster=2x2-100mbit", "engine.max_steps=5"])
     load_data(config.data)  # what is imported late must be here before the rights are gone

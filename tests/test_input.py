@@ -1,10 +1,13 @@
 """`labkit shards`, reading speed, the study of input and its notebook, and a benchmark in small."""
 
 import json
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from test_notebooks import MAX_KB, _outputs, _papermill
 
 from labkit.bench import input as bench_input
@@ -114,6 +117,29 @@ def test_the_function_writes_what_a_data_set_says_itself(tmp_path: Path) -> None
     assert found["train"].num_rows == 36 and found["train"].class_counts.keys() == {0, 1, 2}
     with pytest.raises(ConfigError, match="source must be a map-style or iterable data set"):
         write_shards(7, tmp_path / "other")
+
+
+def test_a_source_that_can_be_read_once_only_is_refused_and_a_stream_is_no_map(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="source must be iterable more than once, got generator"):
+        write_shards(((x, 0) for x in range(5)), tmp_path)
+
+    class Stream(torch.utils.data.IterableDataset[tuple[int, int]]):
+        def __len__(self) -> int:
+            return 40
+
+        def __iter__(self) -> Iterator[tuple[int, int]]:
+            return ((x, x % 2) for x in range(40))
+
+    assert write_shards(Stream(), tmp_path / "s")["train"].num_rows == 36
+
+
+def test_a_data_set_with_its_own_parts_goes_on_with_the_part_that_is_missing(tmp_path: Path) -> None:
+    options = WriteOptions(2**16, 2**13, num_processes=1)
+    write_shards("digits", tmp_path, options)
+    shutil.rmtree(tmp_path / "val")
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "train").iterdir()}
+    assert write_shards("digits", tmp_path, options)["val"].num_rows == 297
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "train").iterdir()} == before
 
 
 def test_how_fast_shards_are_read(tmp_path: Path) -> None:

@@ -15,7 +15,13 @@ import yaml
 
 ROOT = Path(__file__).parent.parent
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
-IMPORT_NAMES = {"pyzmq": "zmq", "PyYAML": "yaml", "scikit-learn": "sklearn", "ipython": "IPython"}
+IMPORT_NAMES = {
+    "pyzmq": "zmq",
+    "PyYAML": "yaml",
+    "pillow": "PIL",
+    "scikit-learn": "sklearn",
+    "ipython": "IPython",
+}
 COMES_ALONG = {"pydantic_core"}  # pydantic asks for its exact version
 NOT_IMPORTED = {"ipykernel", "jupyterlab", "sklearn"}  # started, read, used by another library
 

@@ -86,6 +86,7 @@ def alone(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
         ["cluster=2x2"],
         [UNEQUAL, "sync=hierarchical"],
         ["cluster=1x3", "engine.micro_batch_size=5"],
+        [UNEQUAL, "engine.micro_batch_size=7", "sync.batch_norm=synchronized"],
         ["cluster=1x2", "data.buffer=40KiB", "data.num_readers=1"],
         ["cluster=1x2", "data.num_decoders=2", "data.transform=shard_transforms:same"],
         pytest.param(["cluster=1x7"], marks=pytest.mark.slow),

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -255,6 +255,73 @@ def test_a_target_that_can_not_be_written_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="folder must be writable, got"):
         _write(tmp_path / "file" / "inside", 10)
+
+
+def test_a_writing_that_goes_on_cuts_where_it_did_though_a_sampled_row_has_grown(tmp_path: Path) -> None:
+    pictures = [_png(8, 8) for _ in range(60)]
+
+    class Breaks:
+        def __init__(self, at: int) -> None:
+            self.at = at
+
+        def __len__(self) -> int:
+            return len(pictures)
+
+        def __getitem__(self, row: int) -> tuple[bytes, int]:
+            if row == self.at:
+                raise OSError("gone")
+            return pictures[row], row
+
+    options = WriteOptions(2 * KIB, KIB, 0.0, None, 1)
+    with pytest.raises(ShardError, match="row 40"):
+        write_shards(MapSource("pictures", Breaks(40)), tmp_path, options)
+    pictures[0] = pictures[0] + bytes(900)
+    write_shards(MapSource("pictures", Breaks(-1)), tmp_path, options)
+    assert _read_all(tmp_path) == list(range(60))
+
+
+@pytest.mark.parametrize(("share", "held"), [(0.1, 10), (0.4, 40), (0.7, 70)])
+def test_the_share_held_out_of_a_stream_is_what_was_asked_for(
+    tmp_path: Path, share: float, held: int
+) -> None:
+    data = Numbered(100)
+    source = StreamSource("numbered", lambda: (data[row] for row in range(100)))
+    found = write_shards(source, tmp_path, WriteOptions(4 * KIB, KIB, share))
+    assert (found["train"].num_rows, found["val"].num_rows) == (100 - held, held)
+    few = StreamSource("few", lambda: (data[row] for row in range(3)))
+    with pytest.raises(ConfigError, match="val share must leave rows in both parts of 3 rows"):
+        write_shards(few, tmp_path / "few", WriteOptions(4 * KIB, KIB, 0.1))
+
+
+def test_a_row_that_does_not_fit_leaves_what_was_written_usable(tmp_path: Path) -> None:
+    rows: list[Any] = [(np.zeros(8, np.uint8), 0)] * 9 + [(np.zeros(9, np.uint8), 0)]
+    with pytest.raises(ConfigError, match="row 9 of the source: input must have the shape"):
+        write_shards(MapSource("m", rows), tmp_path, WriteOptions(4 * KIB, KIB, 0.0, None, 1))
+    assert read_index(tmp_path).num_rows == 9
+    with pytest.raises(ShardError, match="source must give row 1, got FileNotFoundError"):
+        missing = [(b"x", 0)] + [None]  # among the rows whose size is looked at
+
+        class Sampled(MapSource):
+            def row(self, number: int) -> Any:
+                if missing[number] is None:
+                    raise FileNotFoundError("link")
+                return missing[number]
+
+        write_shards(Sampled("m", missing), tmp_path / "other", WriteOptions(4 * KIB, KIB, 0.0, None, 1))
+
+
+def test_targets_of_any_shape_tell_how_many_classes_there_are(tmp_path: Path) -> None:
+    rows = [(np.zeros(4, np.int64), np.full(4, row % 7)) for row in range(50)]
+    write_shards(MapSource("tokens", rows), tmp_path, WriteOptions(4 * KIB, KIB))
+    data = load_data(_config(tmp_path))
+    assert data.info.num_classes == 7 and data.info.input_shape == (4,)
+    data.close()
+
+
+def test_a_column_of_text_among_several_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("x,name,label\n1,ann,0\n")
+    with pytest.raises(ConfigError, match="column 'name' must hold numbers .*, got 'ann'"):
+        open_path(tmp_path / "a.csv")
 
 
 # --- the order -------------------------------------------------------------------------------------------
@@ -563,6 +630,81 @@ def test_a_feed_that_ends_early_leaves_nothing(tmp_path: Path, how: str) -> None
     feed.close()
     samples.close()
     assert (threading.active_count(), len(os.listdir("/proc/self/fd"))) == before
+
+
+def test_no_rows_are_an_empty_batch_of_the_right_form(tmp_path: Path) -> None:
+    _write(tmp_path / "train", 20)
+    samples = ShardSamples(tmp_path / "train", _config(tmp_path), 0, is_training=True)
+    inputs, targets = samples.batch([])
+    assert inputs.shape == (0, 64) and targets.shape == (0,) and inputs.dtype == torch.uint8
+    samples.close()
+
+
+def test_one_large_row_does_not_cost_the_buffer_its_length(tmp_path: Path) -> None:
+    rows = [(bytes(100), 0)] * 400 + [(bytes(100_000), 1)]
+    write_shards(MapSource("m", rows), tmp_path, WriteOptions(200 * KIB, KIB, 0.0, None, 1))
+    index = read_index(tmp_path)
+    with ExtentReader(tmp_path, index, buffer_bytes=256 * KIB) as reader:
+        assert reader.num_slots == len(index.extents)
+
+
+def test_images_that_can_not_be_decoded_are_named_or_left_out(tmp_path: Path) -> None:
+    rows = [(b"no image" if row in (0, 5) else _png(4, 4), row) for row in range(12)]
+    write_shards(MapSource("m", rows), tmp_path / "train", WriteOptions(4 * KIB, KIB, 0.0, None, 1))
+    failing = ShardSamples(tmp_path / "train", _config(tmp_path, image_size=(4, 4)), 0, is_training=True)
+    with pytest.raises(ConfigError, match="row 5: image must be one that Pillow reads"):
+        failing.batch([4, 5])
+    failing.close()
+    config = _config(tmp_path, image_size=(4, 4), on_bad="skip")
+    skipping = ShardSamples(tmp_path / "train", config, 0, is_training=True)
+    with pytest.raises(ConfigError, match="rows that can be read"):  # the first of its extent is looked at
+        skipping.info()
+    assert skipping.batch([4, 5, 6])[1].tolist() == [4, 6]
+    assert skipping.counts.bad_rows == 1
+    skipping.close()
+
+
+def test_a_buffer_that_is_too_small_is_said_by_the_feed(tmp_path: Path) -> None:
+    _write(tmp_path / "train", 100)
+    config = _config(tmp_path, window=512, buffer=600)
+    samples = ShardSamples(tmp_path / "train", config, 0, is_training=True)
+    rows = samples.order(0).slice(0, 0, 10)
+    feed = Feed(samples, iter([(0, rows)]), torch.device("cpu"), torch.float32)
+    with pytest.raises(ConfigError, match="data.buffer must hold two extents"):
+        feed.take(rows)
+    feed.close()
+
+
+def test_two_threads_that_open_at_once_get_one_reader(tmp_path: Path) -> None:
+    _write(tmp_path / "train", 100)
+    before = threading.active_count()
+    for _ in range(20):
+        samples = ShardSamples(tmp_path / "train", _config(tmp_path), 0, is_training=True)
+        threads = [threading.Thread(target=samples._open) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        samples.close()
+    assert threading.active_count() == before
+
+
+def test_a_feed_looks_ahead_no_further_than_it_must(tmp_path: Path) -> None:
+    _write(tmp_path / "train", 40)
+    samples = ShardSamples(tmp_path / "train", _config(tmp_path), 0, is_training=True)
+    drawn = [0]
+
+    def pieces() -> Iterator[tuple[int, Any]]:
+        while True:
+            drawn[0] += 1
+            yield 0, np.array([drawn[0] % 40])
+
+    feed = Feed(samples, pieces(), torch.device("cpu"), torch.float32)
+    for number in range(1, 30):
+        assert feed.take(np.array([number % 40])) is not None
+    feed.close()
+    samples.close()
+    assert drawn[0] < 2000
 
 
 # --- decoding --------------------------------------------------------------------------------------------

@@ -88,7 +88,12 @@ def write(
     for name, index in found.items():
         size = format_bytes(index.size_bytes)
         click.echo(f"{name}: {index.num_rows:,} rows in {len(index.shards)} shards, {size}")
-    click.echo(f"  labkit run data.format=shards data.path={folder}")
+    hint = f"  labkit run data.format=shards data.path={folder}"
+    if "val" not in found:
+        hint += " data.val_path=DIR_OF_OTHERS"
+    if any(column.kind == "image" for index in found.values() for column in index.columns):
+        hint += " data.image_size=[64,64]"
+    click.echo(hint)
 
 
 def _size(name: str, text: str) -> int:

@@ -1,6 +1,7 @@
 """From what a file holds to what a model takes in: beside the computing, in threads or processes."""
 
 import os
+import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
 from io import BytesIO
@@ -53,6 +54,7 @@ class Decoders:
         transform: Transform | None = None,
         count: int = 0,
         kind: Literal["threads", "processes"] = "threads",
+        is_bad_skipped: bool = False,
     ) -> None:
         """Start them; `close` ends them.
 
@@ -63,7 +65,9 @@ class Decoders:
             transform: The user's own, after that.
             count: How many at once; 0: the calling thread.
             kind: Of them.
+            is_bad_skipped: Leave images out that can't be decoded, instead of raising.
         """
+        self._is_bad_skipped = is_bad_skipped
         self._seed, self._is_image, self._size, self._transform = seed, is_image, image_size, transform
         self._count = count
         self._pool: Executor | None = None
@@ -98,7 +102,9 @@ class Decoders:
         else:
             run = _decode_here if isinstance(self._pool, ProcessPoolExecutor) else self.decode
             done = [future.result() for future in [self._pool.submit(run, *part) for part in parts]]
-        pairs = [pair for part in done for pair in part]
+        pairs = [pair for part in done for pair in part if pair is not None]
+        if not pairs:
+            return inputs[:0], targets[:0]
         try:
             return np.stack([x for x, _ in pairs]), np.stack([y for _, y in pairs])
         except ValueError:
@@ -108,13 +114,18 @@ class Decoders:
                 "data.image_size, or bring them to one shape in data.transform."
             ) from None
 
-    def decode(self, epoch: int | None, rows: Sequence[int], inputs: Any, targets: Any) -> list[Pair]:
-        """Some rows, one by one."""
+    def decode(self, epoch: int | None, rows: Sequence[int], inputs: Any, targets: Any) -> list[Pair | None]:
+        """Some rows, one by one; None for what is left out."""
         return [self._one(epoch, int(row), x, y) for row, x, y in zip(rows, inputs, targets, strict=True)]
 
-    def _one(self, epoch: int | None, row: int, value: Any, target: Any) -> Pair:
+    def _one(self, epoch: int | None, row: int, value: Any, target: Any) -> Pair | None:
         if self._is_image:
-            value = decode_image(value, self._size)
+            try:
+                value = decode_image(value, self._size)
+            except ConfigError as error:
+                if self._is_bad_skipped:
+                    return None
+                raise ConfigError(f"row {row}: {error}") from None
         if self._transform is None:
             return value, target
         generator = None
@@ -140,9 +151,11 @@ _own: Decoders | None = None
 def _begin_process(parent_pid: int, decoders: Decoders) -> None:
     global _own
     die_with_parent(parent_pid)
+    if "torch" in sys.modules:  # OpenMP's threads do not survive a fork: a transform must not ask for any
+        sys.modules["torch"].set_num_threads(1)
     _own = decoders
 
 
-def _decode_here(epoch: int | None, rows: Sequence[int], inputs: Any, targets: Any) -> list[Pair]:
+def _decode_here(epoch: int | None, rows: Sequence[int], inputs: Any, targets: Any) -> list[Pair | None]:
     assert _own is not None
     return _own.decode(epoch, rows, inputs, targets)

@@ -15,6 +15,8 @@ from labkit.tasks import Batch, StreamedSamples
 
 Piece = tuple[int, Indices]  # epoch, rows
 _NUM_READY = 2  # one that is computed on, one that comes next
+_PLANNED_AT_ONCE = 32  # pieces: the first one must not wait for a long look ahead
+_MOST_PLANNED = 512
 
 
 class Feed:
@@ -40,10 +42,11 @@ class Feed:
             dtype: Of inputs, but for whole numbers; None: as they are stored.
         """
         self._samples, self._pieces, self._device, self._dtype = samples, pieces, device, dtype
-        self._ready: queue.Queue[tuple[Indices, Batch | BaseException]] = queue.Queue(_NUM_READY - 1)
+        self._ready: queue.Queue[tuple[Indices, Batch]] = queue.Queue(_NUM_READY - 1)
         self._planned: deque[tuple[Piece, list[int]]] = deque()
         self._wanted: Counter[int] = Counter()
         self._is_over = threading.Event()
+        self._error: BaseException | None = None
         self._is_begun = False  # the first piece is waited for: it comes alone
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._thread = threading.Thread(target=self._work, name="labkit-feed", daemon=True)
@@ -65,15 +68,16 @@ class Feed:
         began_at = time.perf_counter()
         while True:
             try:
-                found, batch = self._ready.get(timeout=1.0)
+                found, batch = self._ready.get(timeout=0.2)
                 break
             except queue.Empty:
-                if not self._thread.is_alive() and self._ready.empty():
-                    return None
+                if self._thread.is_alive() or not self._ready.empty():
+                    continue
+                if self._error is not None:
+                    raise self._error from None
+                return None
         if not np.array_equal(found, rows):
             return None
-        if isinstance(batch, BaseException):
-            raise batch
         if self._stream is not None:
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
             for tensor in batch:
@@ -90,18 +94,16 @@ class Feed:
                 self._thread.join(0.01)
 
     def _work(self) -> None:
-        while not self._is_over.is_set():
-            self._plan()
-            if not self._planned:
-                return
-            pieces = self._next_together()
-            try:
-                batches = self._prepare(pieces)
-            except BaseException as error:
-                self._hand_over(pieces[0][1], error)
-                return
-            for (_, rows), batch in zip(pieces, batches, strict=True):
-                self._hand_over(rows, batch)
+        try:
+            while not self._is_over.is_set():
+                self._plan()
+                if not self._planned:
+                    return
+                pieces = self._next_together()
+                for (_, rows), batch in zip(pieces, self._prepare(pieces), strict=True):
+                    self._hand_over(rows, batch)
+        except BaseException as error:
+            self._error = error
 
     def _next_together(self) -> list[Piece]:
         """The next piece, and more of its epoch that are best gathered at the same time."""
@@ -119,7 +121,7 @@ class Feed:
         self._is_begun = True
         return taken
 
-    def _hand_over(self, rows: Indices, batch: Batch | BaseException) -> None:
+    def _hand_over(self, rows: Indices, batch: Batch) -> None:
         while not self._is_over.is_set():
             try:
                 self._ready.put((rows, batch), timeout=0.1)
@@ -128,9 +130,12 @@ class Feed:
                 continue
 
     def _plan(self) -> None:
-        """Look as far ahead as what is read fits into memory, and one piece at least."""
+        """Look as far ahead as what is read fits into memory, a bit further each time; one piece at least."""
         is_new = False
-        while not self._planned or len(self._wanted) < self._samples.num_ahead:
+        for _ in range(_PLANNED_AT_ONCE):
+            is_far = len(self._wanted) >= self._samples.num_ahead or len(self._planned) >= _MOST_PLANNED
+            if self._planned and is_far:
+                break
             piece = next(self._pieces, None)
             if piece is None:
                 break

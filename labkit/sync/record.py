@@ -65,7 +65,8 @@ class StepRecord:
 
     def correction(self, extra: Tensor) -> float:
         """What the summed gradient is still to be divided by: 1 when all expected samples were there."""
-        return float(extra[0]) / self.expected_samples
+        count = float(extra[0])
+        return count / self.expected_samples if count else 1.0  # none could be read: nothing to divide
 
     def fill(self, extra: Tensor) -> None:
         """This worker's own work is done: write its numbers; shape (size,), zeros where others write."""

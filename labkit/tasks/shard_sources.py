@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from labkit.config import DigitsConfig, TextConfig
-from labkit.data.shards.index import ShardIndex
+from labkit.data.shards.index import INDEX_FILE, ShardIndex, parse_index
 from labkit.data.shards.sources import MapSource, Source, StreamSource, open_path
 from labkit.data.shards.write import WriteOptions
 from labkit.data.shards.write import write_shards as write
@@ -79,9 +80,15 @@ def _parts(name: str, data: Data) -> dict[str, Source]:
 
 
 def _of_object(name: str, made: Any, again: Callable[[], Iterable[Any]]) -> Source:
-    if hasattr(made, "__getitem__") and hasattr(made, "__len__"):
+    is_stream = isinstance(made, torch.utils.data.IterableDataset)
+    if hasattr(made, "__getitem__") and hasattr(made, "__len__") and not is_stream:
         return MapSource(f"{name} ({len(made)} rows)", made)
     if hasattr(made, "__iter__"):
+        if iter(again()) is made:
+            raise ConfigError(
+                f"source must be iterable more than once, got {type(made).__name__} from {name}. Give a "
+                "list, or module:function that makes it."
+            )
         return StreamSource(name, again)
     raise ConfigError(
         f"source must be a map-style or iterable data set of (input, target), got {type(made).__name__} from "
@@ -114,7 +121,7 @@ def write_shards(
         The index of each part.
 
     Raises:
-        ConfigError: the source or the folder is not as it must be; nothing was written then.
+        ConfigError: the source, a row of it or the folder is not as it must be.
         ShardError: the source failed at a row; what was written until then can be used.
     """
     options = options or WriteOptions()
@@ -130,10 +137,24 @@ def write_shards(
     total = sum(part.num_rows or 0 for part in source.values())
     for name, part in source.items():
         before = sum(index.num_rows for index in found.values())
+        known = _written_before(part, Path(folder) / name)
+        if known is not None:
+            found[name] = known
+            continue
         say = _after(before, total, on_progress)
         whole = replace(options, val_share=0.0)
         found[name] = write(part, Path(folder) / name, whole, on_progress=say)["train"]
     return found
+
+
+def _written_before(part: Source, folder: Path) -> ShardIndex | None:
+    """The index of a part that an earlier try has written whole."""
+    file = folder / INDEX_FILE
+    if not file.is_file():
+        return None
+    index = parse_index(file.read_text(encoding="utf-8"), str(file))
+    is_same = index.source == part.name and index.columns == part.columns()
+    return index if index.is_complete and is_same else None
 
 
 def _after(before: int, total: int, on_progress: Progress) -> Progress:

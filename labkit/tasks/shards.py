@@ -1,6 +1,7 @@
 """Training data in shards: batches of rows, read ahead and decoded beside the computing."""
 
 import os
+import threading
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -50,6 +51,8 @@ class ShardSamples:
         self._reader: ExtentReader | None = None
         self._decoders: Decoders | None = None
         self._pid = 0
+        self._lock = threading.Lock()
+        self._seen: Batch | None = None
 
     def __len__(self) -> int:
         return self.index.num_rows
@@ -79,25 +82,28 @@ class ShardSamples:
         )
 
     def _open(self) -> tuple[ExtentReader, Decoders]:
-        if self._reader is None or self._decoders is None or self._pid != os.getpid():
-            config = self._config
-            self._decoders = Decoders(
-                self._seed,
-                is_image=self._column.kind == "image",
-                image_size=config.image_size,
-                transform=self._transform,
-                count=config.num_decoders,
-                kind=config.decoders,
-            )
-            self._reader = ExtentReader(
-                self.folder,
-                self.index,
-                buffer_bytes=self.buffer_bytes,
-                num_threads=config.num_readers,
-                is_bad_skipped=config.on_bad == "skip",
-            )
-            self._pid = os.getpid()
-        return self._reader, self._decoders
+        with self._lock:
+            if self._reader is None or self._decoders is None or self._pid != os.getpid():
+                config = self._config
+                is_bad_skipped = config.on_bad == "skip"
+                self._reader = ExtentReader(
+                    self.folder,
+                    self.index,
+                    buffer_bytes=self.buffer_bytes,
+                    num_threads=config.num_readers,
+                    is_bad_skipped=is_bad_skipped,
+                )
+                self._decoders = Decoders(
+                    self._seed,
+                    is_image=self._column.kind == "image",
+                    image_size=config.image_size,
+                    transform=self._transform,
+                    count=config.num_decoders,
+                    kind=config.decoders,
+                    is_bad_skipped=is_bad_skipped,
+                )
+                self._pid = os.getpid()
+            return self._reader, self._decoders
 
     def batch(self, indices: Sequence[int]) -> Batch:
         """Inputs and targets of some rows as in validation; shapes (b, ...), (b, ...)."""
@@ -121,9 +127,37 @@ class ShardSamples:
         inputs, targets = values[names[0]], values[names[1]]
         if len(kept):
             inputs, targets = decoders(epoch, kept.tolist(), inputs, targets)
-        elif isinstance(inputs, list):
-            inputs = np.empty((0, *self.info().input_shape), np.uint8)
+            reader.counts.bad_rows += len(kept) - len(targets)
+        if len(targets) == 0:
+            return self._none
         return _tensor(inputs), _tensor(targets)
+
+    @property
+    def _none(self) -> Batch:
+        """No row, in the form that rows have."""
+        inputs, targets = self._look()
+        return inputs[:0], targets[:0]
+
+    def _look(self) -> Batch:
+        """A row that can be read, to see its form.
+
+        Raises:
+            ConfigError: there is none.
+        """
+        if self._seen is None:
+            reader, decoders = self._open()
+            names = (self.index.input, self.index.target)
+            for row in (0, *self.index.extent_starts[1:-1].tolist()):
+                values, is_good = reader.take(np.array([row]), names)
+                if is_good is not None:
+                    continue
+                inputs, targets = decoders(None, [row], values[names[0]], values[names[1]])
+                if len(targets):
+                    self._seen = _tensor(inputs), _tensor(targets)
+                    break
+            else:
+                raise ConfigError(f"shards must have rows that can be read, got none in {self.folder}.")
+        return self._seen
 
     def extents_of(self, rows: Indices) -> list[int]:
         """Where some rows lie, each extent once, in order."""
@@ -142,7 +176,10 @@ class ShardSamples:
     @property
     def num_together(self) -> int:
         """Rows that are best asked for at once: several small batches."""
-        if self._config.on_bad == "skip":
+        is_decoded = self._column.kind == "image" or self._transform is not None
+        if (
+            self._config.on_bad == "skip" or is_decoded
+        ):  # what takes long is done one batch ahead of the other
             return 1
         return _TOGETHER_BYTES * self.index.num_rows // self.index.size_bytes
 
@@ -164,15 +201,9 @@ class ShardSamples:
                 f"target column {index.target!r} must hold whole numbers (classes), got {target.dtype}. "
                 "Write the shards with another target, or use a data set of your own (module:function)."
             )
-        inputs, targets = self.batch([0]) if self._needs_a_look else (None, None)
-        shape = tuple(inputs.shape[1:]) if inputs is not None else self._column.shape
-        counts = index.class_counts
-        most = max(counts) if counts else int(targets.max()) if targets is not None else 0
-        return DataInfo(shape, most + 1)
-
-    @property
-    def _needs_a_look(self) -> bool:
-        return self._column.kind == "image" or self._transform is not None or not self.index.class_counts
+        is_changed = self._column.kind == "image" or self._transform is not None
+        shape = tuple(self._look()[0].shape[1:]) if is_changed else self._column.shape
+        return DataInfo(shape, (index.largest_target or 0) + 1)
 
     def close(self) -> None:
         """End threads and processes."""

@@ -84,13 +84,15 @@ class Shard:
         file: Name in the folder of the index.
         size_bytes: Of the file.
         extents: In the order of the file.
-        class_counts: Rows of each class; empty where the target is no whole number.
+        class_counts: Rows of each class; empty where the target is no single whole number.
+        largest_target: Of whole numbers of any shape; None where they are none.
     """
 
     file: str
     size_bytes: int
     extents: tuple[Extent, ...]
     class_counts: Mapping[int, int] = field(default_factory=dict)
+    largest_target: int | None = None
 
     @property
     def rows(self) -> int:
@@ -168,6 +170,12 @@ class ShardIndex:
                 counts[name] = counts.get(name, 0) + count
         return dict(sorted(counts.items()))
 
+    @property
+    def largest_target(self) -> int | None:
+        """Of whole numbers, over all shards; None where targets are none."""
+        known = [shard.largest_target for shard in self.shards if shard.rows]
+        return None if not known or None in known else max(value for value in known if value is not None)
+
     def describe(self, extent: int) -> str:
         """Name an extent in an error: shard, and rows counted through all shards."""
         number, _ = self.extents[extent]
@@ -220,6 +228,7 @@ def shard_from(content: Mapping[str, Any]) -> Shard:
         int(content["size_bytes"]),
         tuple(Extent(*map(int, extent)) for extent in content["extents"]),
         {int(name): int(count) for name, count in content["class_counts"].items()},
+        content.get("largest_target"),
     )
 
 

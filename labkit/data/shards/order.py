@@ -88,8 +88,9 @@ class WindowShuffle:
     def arrange(self, epoch: int, batch: Indices) -> Indices:
         """The same rows so that those of one extent stand together, in the order in which extents are read.
 
-        Each worker takes a contiguous part of a batch. So it needs the same few extents for a whole window,
-        in proportion to its share, and hardly one that another worker reads too.
+        Each worker takes a contiguous part of a batch. So over a window it needs extents in proportion to its
+        share, and shares those at the borders of its part, which move a little from batch to batch: the
+        more of them, the smaller batch and window are. The page cache gives them to a node once.
         """
         self._begin(epoch)
         extents = np.searchsorted(self._starts, batch, "right") - 1

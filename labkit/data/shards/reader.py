@@ -64,7 +64,8 @@ class ExtentReader:
         Args:
             folder: Of the shards.
             index: Theirs.
-            buffer_bytes: All that is read and not used yet, and what is kept; two extents at least.
+            buffer_bytes: All that is read and not used yet, and what is kept: so many extents of the mean
+                size, and two of the largest at least.
             num_threads: Requests under way at once.
             is_bad_skipped: Leave rows out that can't be read, and count them, instead of raising.
 
@@ -74,15 +75,16 @@ class ExtentReader:
         self._folder, self._index, self._is_bad_skipped = folder, index, is_bad_skipped
         largest = int(index.extent_bytes.max())
         self._slot_bytes = -(-largest // _ALIGNED) * _ALIGNED
-        num_slots = min(buffer_bytes // self._slot_bytes, len(index.extents))
-        if num_slots < min(2, len(index.extents)):
+        # A slot takes the largest extent, but only what is used of it takes up memory: one large row among
+        # small ones must not cost the buffer its length.
+        mean = -(-int(index.extent_bytes.sum()) // len(index.extents) // _ALIGNED) * _ALIGNED
+        num_slots = min(max(2, buffer_bytes // max(mean, _ALIGNED)), len(index.extents))
+        if buffer_bytes < min(2, len(index.extents)) * largest:
             raise ConfigError(
                 f"data.buffer must hold two extents of {largest} bytes, got {buffer_bytes}. Raise it, or "
                 "write the shards with smaller extents."
             )
-        whole = np.empty(
-            num_slots * self._slot_bytes + _ALIGNED, dtype=np.uint8
-        )  # untouched, so not there yet
+        whole = np.empty(num_slots * self._slot_bytes + _ALIGNED, dtype=np.uint8)
         start = -whole.ctypes.data % _ALIGNED
         self._arena = whole[start : start + num_slots * self._slot_bytes]
         self._free = list(range(num_slots))[::-1]
@@ -278,6 +280,8 @@ class ExtentReader:
         extents = self.extents_of(rows)
         needed = list(dict.fromkeys(extents.tolist()))
         outs: dict[str, Values] = {}
+        if not needed:
+            outs = {name: self._empty(self._index.column(name), 0) for name in columns}
         is_good = np.ones(len(rows), dtype=bool)
         at_once = max(1, self.num_slots - len(self._threads))
         for start in range(0, len(needed), at_once):
@@ -391,6 +395,7 @@ def drop_cache(paths: Iterable[Path]) -> None:
             fd = os.open(path, os.O_RDONLY)
             try:
                 os.fsync(fd)
-                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+                if hasattr(os, "posix_fadvise"):  # not on macOS
+                    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
             finally:
                 os.close(fd)

@@ -1,6 +1,7 @@
 """What shards are written from: anything with rows of an input and a target."""
 
 import csv
+import hashlib
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -147,7 +148,9 @@ class ImageFolder:
                 f"folder must hold images in a folder for each class, got none in {path}. Image files end in "
                 f"{', '.join(sorted(_IMAGES))}."
             )
-        self.name = f"{path} ({len(self._files)} images of {len(self.classes)} classes)"
+        known = "".join(f"{file} {number} {file.stat().st_size} " for file, number in self._files)
+        digest = hashlib.blake2b(known.encode(), digest_size=8).hexdigest()
+        self.name = f"{path} ({len(self._files)} images of {len(self.classes)} classes, {digest})"
         self.num_rows: int | None = len(self._files)
 
     def columns(self) -> tuple[Column, ...]:
@@ -216,6 +219,12 @@ def to_row(values: dict[str, Any]) -> Row:
     parts = [_plain(value) for value in inputs]
     if len(parts) == 1:
         return parts[0], target
+    for name, part in zip(values, parts, strict=False):
+        if not isinstance(part, (int, float, np.ndarray)):
+            raise ConfigError(
+                f"column {name!r} must hold numbers to be put together with others, got {part!r}. Leave it "
+                "out: --input names the columns to use."
+            )
     return np.concatenate([np.atleast_1d(np.asarray(part, np.float32)).ravel() for part in parts]), target
 
 

@@ -1,5 +1,6 @@
 """Write shards: in parallel where rows can be read by number, resumable, each file whole or not there."""
 
+import errno
 import json
 import os
 import shutil
@@ -139,7 +140,7 @@ def _claim(
 
 def _write_parallel(
     source: Source, columns: Sequence[Column], parts: dict[str, Path], options: WriteOptions, say: Progress
-) -> ShardError | None:
+) -> LabkitError | None:
     total = source.num_rows or 0
     if options.shuffle_seed is None:
         order = np.arange(total)
@@ -148,9 +149,7 @@ def _write_parallel(
     num_val = min(total - 1, round(total * options.val_share)) if "val" in parts else 0
     if "val" in parts and num_val < 1:
         raise ConfigError(f"val share must hold out at least one of {total} rows, got {options.val_share:g}.")
-    sampled = [source.row(int(row)) for row in order[: min(_SAMPLED_ROWS, total)]]
-    mean_bytes = max(1, sum(row_bytes(columns, row) for row in sampled) // max(1, len(sampled)))
-    step = max(1, options.shard_bytes // mean_bytes)
+    step = _rows_per_shard(source, columns, order, next(iter(parts.values())) / _WRITING / "step", options)
     # Of rows that stand by class, the held-out ones must not be the last class alone.
     is_held = np.zeros(total, dtype=bool)
     is_held[(np.arange(num_val) * total) // max(1, num_val)] = True
@@ -170,9 +169,8 @@ def _write_parallel(
         futures = [pool.submit(_write_job, *job) for job in jobs]
         try:
             for future in as_completed(futures):
-                rows_done, error = future.result()
+                rows_done, failure = future.result()
                 done += rows_done
-                failure = failure or (ShardError(error) if error else None)
                 if failure:
                     break
                 say(done, total)
@@ -180,6 +178,27 @@ def _write_parallel(
             for future in futures:
                 future.cancel()
     return failure
+
+
+def _rows_per_shard(
+    source: Source,
+    columns: Sequence[Column],
+    order: "np.ndarray[Any, Any]",
+    record: Path,
+    options: WriteOptions,
+) -> int:
+    """From the sizes of some rows, once: a writing that goes on must cut where it did before."""
+    if record.is_file():
+        return int(record.read_text(encoding="utf-8"))
+    sizes = []
+    for row in order[:_SAMPLED_ROWS].tolist():
+        try:
+            sizes.append(row_bytes(columns, source.row(row)))
+        except Exception as fault:
+            raise _row_failed(row, fault) from fault
+    step = max(1, options.shard_bytes // max(1, sum(sizes) // max(1, len(sizes))))
+    _write_text(record, str(step))
+    return step
 
 
 _inherited: tuple[Source, tuple[Column, ...], WriteOptions] | None = None
@@ -192,31 +211,33 @@ def _begin_process(parent_pid: int, *inherited: Any) -> None:
     _inherited = inherited
 
 
-def _write_job(path: Path, part: str, number: int, rows: "np.ndarray[Any, Any]") -> tuple[int, str]:
+def _write_job(
+    path: Path, part: str, number: int, rows: "np.ndarray[Any, Any]"
+) -> tuple[int, LabkitError | None]:
     """Write some rows; returns how many there are in files, and what went wrong."""
     assert _inherited is not None
     source, columns, options = _inherited
     record = path / _WRITING / f"{number:06d}.json"
-    if record.is_file():
-        return len(rows), ""
+    if record.is_file() and sum(shard.rows for shard in _read_record(record)) == len(rows):
+        return len(rows), None
     writer = _Writer(path, f"{part}-{number:06d}", columns, options)
-    error = ""
-    for place, row in enumerate(rows.tolist()):
+    failure: LabkitError | None = None
+    for row in rows.tolist():
         try:
-            value = source.row(row)
-            writer.add(value)
-        except LabkitError as fault:
-            raise type(fault)(f"row {row:,} of the source: {fault}") from fault
+            writer.add(source.row(row))
         except Exception as fault:
-            error = _row_failed(row, fault, place)
+            failure = _row_failed(row, fault)
             break
     shards = writer.close()
-    _write_text(record if not error else record.with_suffix(".part"), _record(shards))
-    return sum(shard.rows for shard in shards), error
+    _write_text(record if failure is None else record.with_suffix(".part"), _record(shards))
+    return sum(shard.rows for shard in shards), failure
 
 
-def _row_failed(row: int, fault: Exception, written: int) -> str:
-    return (
+def _row_failed(row: int, fault: Exception) -> LabkitError:
+    """What is wrong with a row: of itself, or with its source."""
+    if isinstance(fault, ConfigError):
+        return ConfigError(f"row {row:,} of the source: {fault}")
+    return ShardError(
         f"source must give row {row:,}, got {type(fault).__name__}: {fault}. Rows before it are written and "
         "can be used; repair the source and write again to go on."
     )
@@ -227,25 +248,30 @@ def _row_failed(row: int, fault: Exception, written: int) -> str:
 
 def _write_stream(
     source: Source, columns: Sequence[Column], parts: dict[str, Path], options: WriteOptions, say: Progress
-) -> ShardError | None:
+) -> LabkitError | None:
     """One process; what an earlier try has written whole is read over."""
     writers = {name: _Stream(path, name, columns, options) for name, path in parts.items()}
-    every = round(1 / options.val_share) if "val" in parts else 0
+    share = options.val_share
     number, failure, rows = 0, None, iter(source)
     while failure is None:
         try:
             row = next(rows)
+            is_held = int((number + 1) * share) > int(number * share)
+            writers["val" if is_held else "train"].add(row)
         except StopIteration:
             break
-        except LabkitError:
-            raise
+        except OSError as fault:
+            if fault.errno == errno.ENOSPC:
+                raise
+            failure = _row_failed(number, fault)
         except Exception as fault:
-            failure = ShardError(_row_failed(number, fault, number))
-            break
-        writers["val" if every and number % every == every - 1 else "train"].add(row)
-        number += 1
-        if number % 256 == 0:
-            say(number, None)
+            failure = _row_failed(number, fault)
+        else:
+            number += 1
+            if number % 256 == 0:
+                say(number, None)
+    if failure is None and share and int(number * share) in (0, number):
+        raise ConfigError(f"val share must leave rows in both parts of {number} rows, got {share:g}.")
     for writer in writers.values():
         writer.close(is_partial=failure is not None)
     say(number, number)
@@ -306,6 +332,7 @@ class _Writer:
         self._file: pa.OSFile | None = None
         self._sink: pa.RecordBatchFileWriter | None = None
         self._counts: Counter[int] = Counter()
+        self._largest: int | None = None
         self._shards: list[Shard] = []
 
     @property
@@ -347,8 +374,11 @@ class _Writer:
         ]
         self._sink.write_batch(pa.record_batch(arrays, schema=self._schema))
         target = self._columns[1]
-        if target.kind == "tensor" and not target.shape and np.dtype(target.dtype).kind in "iub":
-            self._counts.update(int(row[1]) for row in self._rows)
+        if target.kind == "tensor" and np.dtype(target.dtype).kind in "iub":
+            if not target.shape:
+                self._counts.update(int(row[1]) for row in self._rows)
+            largest = max((int(np.max(row[1])) for row in self._rows if np.size(row[1])), default=0)
+            self._largest = max(largest, self._largest if self._largest is not None else largest)
         self._file_bytes += self._extent_bytes
         self._rows, self._extent_bytes = [], 0
 
@@ -368,9 +398,9 @@ class _Writer:
         with open(self._temporary, "rb") as file:
             os.fsync(file.fileno())
         os.replace(self._temporary, final)
-        self._shards.append(Shard(final.name, size_bytes, extents, dict(self._counts)))
+        self._shards.append(Shard(final.name, size_bytes, extents, dict(self._counts), self._largest))
         self._sink = self._file = None
-        self._file_bytes, self._counts = 0, Counter()
+        self._file_bytes, self._counts, self._largest = 0, Counter(), None
 
     def close(self) -> tuple[Shard, ...]:
         """End the last file."""

@@ -1,5 +1,6 @@
 """Does the input keep up? Write shards, read them cold and warm in several ways, then train on them."""
 
+import hashlib
 import json
 import subprocess
 import sys
@@ -131,7 +132,9 @@ class Study:
 
     def folder(self, extent_bytes: int) -> Path:
         """Where shards of an extent size lie."""
-        return runs_root() / self.base.name / "shards" / f"{extent_bytes}"
+        what = json.dumps([self.source, dict(self.source_options)], sort_keys=True)
+        digest = hashlib.blake2b(what.encode(), digest_size=4).hexdigest()
+        return runs_root() / self.base.name / "shards" / f"{digest}-{extent_bytes}"
 
     def write(self, say: Callable[[str], object] = print) -> None:
         """Write what is not there yet; rows stay as the source has them, so that mixing is left to reading.
@@ -141,7 +144,7 @@ class Study:
         """
         for extent_bytes in dict.fromkeys(setting.extent_bytes for setting in self.settings):
             folder = self.folder(extent_bytes)
-            if (folder / "train" / "index.json").is_file():
+            if all(self._is_written(folder / part) for part in ("train", "val")):
                 continue
             options = [f"--option={name}={json.dumps(value)}" for name, value in self.source_options.items()]
             shard_bytes = max(16 * 2**20, extent_bytes)
@@ -151,6 +154,14 @@ class Study:
             if done.returncode:
                 raise LabkitError((done.stderr.strip().splitlines() or ["writing failed"])[-1])
             say(f"extents of {format_bytes(extent_bytes)}: {done.stdout.splitlines()[0]}")
+
+    @staticmethod
+    def _is_written(folder: Path) -> bool:
+        try:
+            content = json.loads((folder / "index.json").read_text(encoding="utf-8"))
+        except OSError:
+            return False
+        return bool(content["is_complete"])
 
     def run(self, say: Callable[[str], object] = print) -> Result:
         """Read in every way, then train.
