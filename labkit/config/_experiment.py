@@ -553,6 +553,36 @@ class EngineConfig(Section):
     )
 
 
+class MemoryConfig(Section):
+    """What becomes of activations that the device has no room for."""
+
+    device_budget: Bytes | None = Field(
+        None,
+        description="bytes on the device, parameters and optimizer included; none: no limit, nothing moves",
+    )
+    host_budget: Bytes | None = Field(
+        None, description="bytes of host memory of each worker; none: as many as the device budget"
+    )
+    tier: Annotated[str, Field(pattern=r"^(auto|pinned|ram|mmap:.+)$")] = Field(
+        "auto", description="auto | pinned | ram | mmap:FOLDER; auto: pinned on CUDA, else ram"
+    )
+    policy: Literal["auto", "keep", "offload"] = Field(
+        "auto", description="auto: as the budget needs; offload: all that can be; keep: nothing moves"
+    )
+    window: Bytes | None = Field(
+        None, description="bytes of copies under way in each direction; none: an eighth of the budget"
+    )
+
+    @model_validator(mode="after")
+    def _has_a_budget(self) -> "MemoryConfig":
+        if self.policy == "offload" and self.device_budget is None and self.host_budget is None:
+            raise ValueError(
+                "memory.host_budget must be given with policy 'offload' and no device budget, got nothing. "
+                "For example memory.host_budget=4GiB."
+            )
+        return self
+
+
 class SharesConfig(Section):
     """How a global batch is split over unlike workers. `local_batch_size`s in the cluster come first."""
 
@@ -608,6 +638,7 @@ class ExperimentConfig(Section):
     schedule: ScheduleConfig = ScheduleConfig()
     engine: EngineConfig = EngineConfig()
     shares: SharesConfig = SharesConfig()
+    memory: MemoryConfig = MemoryConfig()
     launch: LaunchConfig = LaunchConfig()
     seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(0, description="of every random stream")
 

@@ -146,8 +146,9 @@ class HybridTrainer(Trainer):
             sent_before = self._node_sent_bytes()
             what = self._work()
             self._say_slow_readers()
+            self._say_memory()
         finally:
-            self.close_data()
+            self.close()
             if self._link is not None:
                 self._link.close()
         self._take_costs(sent_before)

@@ -1,5 +1,6 @@
 """The training loop, the same for every strategy and any number of workers."""
 
+import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -13,12 +14,13 @@ from labkit.cluster.placement import Placement, placements
 from labkit.cluster.plan import capped_devices, make_plan
 from labkit.cluster.rebalance import Rebalancer, RebalanceRule
 from labkit.comm import Communicator, resident_bytes, sent_bytes
-from labkit.config import ExperimentConfig
+from labkit.config import ExperimentConfig, format_bytes
 from labkit.data.sampler import FullShuffle, GlobalSampler, Indices, SamplerState, even_extent, own_part
 from labkit.engine import checkpoint, random_state
 from labkit.engine.device import clock_of, to_device
 from labkit.engine.events import EventLog
 from labkit.engine.feed import Feed, Piece
+from labkit.engine.memory import build_memory
 from labkit.engine.pace import pace_of, spread_over_backward
 from labkit.errors import ConfigError
 from labkit.optim.schedule import learning_rate_at
@@ -93,6 +95,7 @@ class Trainer:
         spread_over_backward(self.model.parameters(), self.pace)
         self.strategy = self._build_strategy()
         random_state.seed_everything(config.seed, "worker", placement.rank)
+        self.memory = build_memory(config, self.model)
         self.sampler = self._make_sampler()
         self._feed: Feed | None = None
         self.plan = make_plan(config)
@@ -180,15 +183,19 @@ class Trainer:
                 if totals.is_stop_wanted:
                     break
             self._say_slow_readers()
+            self._say_memory()
         finally:
-            self.close_data()
+            self.close()
         if self.pace.remark():
             self.log.write("message", text=self.pace.remark())
         self._say_end()
         return self.progress.step >= self.total_steps
 
-    def close_data(self) -> None:
-        """End what reads ahead."""
+    def close(self) -> None:
+        """End what reads ahead and what moves activations."""
+        if self.memory is not None:
+            self.memory.close()
+            self.memory = None
         if self._feed is not None:
             self._feed.close()
             self._feed = None
@@ -246,9 +253,11 @@ class Trainer:
             self.strategy.count_data(waited_s, num_missing)
             self._num_missing += num_missing
             self.pace.begin(len(piece))
-            losses, accuracies = self.data.losses(self.model(inputs), targets)
+            with self.memory.step() if self.memory is not None else contextlib.nullcontext():
+                losses, accuracies = self.data.losses(self.model(inputs), targets)
             self.pace.advance(FORWARD_SHARE)
             self.strategy.backward(losses, accuracies)
+            del losses, accuracies  # and what their graph has saved
             self.pace.end()
         return data_s, len(own)
 
@@ -292,6 +301,23 @@ class Trainer:
                         yield epoch, found
 
         return pieces()
+
+    def _say_memory(self) -> None:
+        """What moved between device and host, and what that was good for."""
+        if self.memory is None:
+            return
+        report = self.memory.report()
+        self.log.write("memory", step=self.progress.step, **asdict(report))
+        per_step = 1 / max(1, report.num_steps)
+        saved, moved, freed = (
+            format_bytes(size * per_step)
+            for size in (report.saved_bytes, report.moved_bytes, report.freed_bytes)
+        )
+        self.log.write(
+            "message",
+            text=f"memory of worker {self.placement.label}: {self.memory.plan or 'no plan yet'}; a step "
+            f"saves {saved}, moves {moved} and frees {freed}, waits {1e3 * report.stall_s * per_step:.2f} ms",
+        )
 
     def _comm_places(self) -> list[Placement]:
         """The workers that this one communicates with, by their rank there."""

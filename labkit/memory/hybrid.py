@@ -1,0 +1,576 @@
+"""Activations in device and host memory (after Kim et al. 2020, abstract: the functions, not their
+algorithm).
+
+Hooks on saved tensors see what the forward pass keeps for the backward pass. A handle stands in its place and
+owns it: when the graph goes, so does the handle, and its memory with it, whatever became of the backward
+pass.
+
+A first step records what is saved and when it is needed; the planner chooses what moves; then copies out and
+back go on beside the computing. One copy is made of a storage, however many views of it are saved, and views
+come back with their exact strides. Values that are changed in place after they were saved raise, as without
+hooks, whatever the plan.
+"""
+
+import contextlib
+import threading
+import time
+import weakref
+from collections import OrderedDict, deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from labkit.errors import ConfigError
+from labkit.memory.adapter import Adapter, Copy, CpuAdapter, CudaAdapter
+from labkit.memory.arena import HostArena
+from labkit.memory.planner import Plan, make_plan
+from labkit.memory.profile import Block, Decision, Link, Profile
+
+_WINDOW_SHARE = 8  # of the budget, or of what is saved
+_MOST_PLANS = 8
+
+
+@dataclass
+class Report:
+    """What happened in the steps so far.
+
+    Attributes:
+        num_steps: Steps that were begun.
+        num_saved: Tensors that the forward passes saved.
+        num_views: Of them, views of storages that were saved before.
+        saved_bytes: Of storages, over all steps.
+        moved_bytes: Of storages that were brought out.
+        freed_bytes: Of those, whose memory on the device really went.
+        refused_bytes: Of storages that should have moved, and for which the host had no room.
+        stall_s: That computing waited for copies.
+        num_replans: Steps whose saved tensors were not those of the plan.
+        peak_bytes: Most bytes of saved storages on the device at once.
+        held: Bytes that were brought out and stayed, since somebody else holds them, by shape.
+    """
+
+    num_steps: int = 0
+    num_saved: int = 0
+    num_views: int = 0
+    saved_bytes: int = 0
+    moved_bytes: int = 0
+    freed_bytes: int = 0
+    refused_bytes: int = 0
+    stall_s: float = 0.0
+    num_replans: int = 0
+    peak_bytes: int = 0
+    held: dict[str, int] = field(default_factory=dict)
+
+
+class HybridMemory:
+    """Lets a training step save more than its device holds."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        device_budget: int | None = None,
+        reserved_bytes: int = 0,
+        host_budget: int = 0,
+        tier: str = "auto",
+        policy: str = "auto",
+        window_bytes: int | None = None,
+        min_bytes: int = 64 * 1024,
+        link: Link | None = None,
+        adapter: Adapter | None = None,
+    ) -> None:
+        """Prepare.
+
+        Args:
+            model: Whose parameters and buffers are never moved.
+            device_budget: Most bytes on the device; None: no limit.
+            reserved_bytes: Of them, for parameters, gradients, optimizer state and what else is not saved.
+            host_budget: Bytes of host memory; 0: nothing is offloaded.
+            tier: `pinned`, `ram` or `mmap:FOLDER`; auto: pinned on CUDA, else ram.
+            policy: auto (as the budget needs), keep, or offload (everything that can be).
+            window_bytes: Most bytes of copies under way in each direction; None: an eighth of the budget.
+            min_bytes: Smaller storages stay.
+            link: Rates between device and host; None: measured when the first plan is made.
+            adapter: Does the copies; None: that of the model's device.
+
+        Raises:
+            ConfigError: a value makes no sense, the model is compiled, or host memory is not there.
+        """
+        if policy not in ("auto", "keep", "offload"):
+            raise ConfigError(f"memory.policy must be one of auto, keep, offload, got {policy!r}.")
+        if device_budget is not None and device_budget <= reserved_bytes:
+            raise ConfigError(
+                f"memory.device_budget must be above the {reserved_bytes} bytes of parameters, gradients and "
+                f"optimizer state, got {device_budget}: {reserved_bytes - device_budget + 1} too few. Raise "
+                "it."
+            )
+        if any(hasattr(module, "_orig_mod") for module in model.modules()):
+            raise ConfigError(
+                "model must not be compiled with hybrid memory, got one of torch.compile, which saves "
+                "tensors past its hooks. Leave out torch.compile, or set memory.policy=keep without a budget."
+            )
+        device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        if tier == "auto":
+            tier = "pinned" if device.type == "cuda" else "ram"
+        self._arena = HostArena(host_budget, tier)
+        self._adapter = adapter or (CudaAdapter(device) if device.type == "cuda" else CpuAdapter())
+        self._model, self._policy, self._min_bytes = model, policy, min_bytes
+        self._budget = None if device_budget is None else device_budget - reserved_bytes
+        self._reserved_bytes = reserved_bytes
+        self._link, self._asked_window = link, window_bytes
+        self._window = window_bytes or 0
+        self._lock = threading.RLock()
+        # By the first block's size: the last batch of an epoch is smaller, and has a plan of its own.
+        self._known: OrderedDict[int, _Known] = OrderedDict()
+        self._plan: Plan | None = None
+        self._step: _Step | None = None
+        self._live_bytes = 0
+        self._own = {StorageWeakRef(t.untyped_storage()).cdata: t for t in _states(model)}
+        self.totals = Report()
+
+    @property
+    def plan(self) -> Plan | None:
+        """What was chosen, from the second step on."""
+        return self._plan
+
+    def report(self) -> Report:
+        """What happened so far."""
+        return self.totals
+
+    @contextlib.contextmanager
+    def step(self) -> Iterator[None]:
+        """A forward pass, and the backward pass too if it comes inside.
+
+        A step without gradients is passed by: it is no step.
+        """
+        if not torch.is_grad_enabled() or self._policy == "keep":
+            yield
+            return
+        self._begin()
+        step = self._step
+        assert step is not None
+        with torch.autograd.graph.saved_tensors_hooks(step.pack, _unpack):
+            yield
+
+    def _begin(self) -> None:
+        """What the last step showed decides about this one."""
+        last = self._step
+        if last is not None and last.record is not None:
+            self._take_record(last.record)
+        elif last is not None and last.is_off_plan:
+            self.totals.num_replans += 1
+            self._known.pop(last.first_bytes, None)
+        # Parameters may have moved to other storages since: under a strategy that shares them, say.
+        self._own = {StorageWeakRef(t.untyped_storage()).cdata: t for t in _states(self._model)}
+        self.totals.num_steps += 1
+        self._step = _Step(self)
+
+    def _take_record(self, record: "_Record") -> None:
+        profile = record.profile()
+        if profile is None:  # its backward pass has not run: nothing is known
+            return
+        budget = self._budget
+        self._window = self._asked_window or max(1, (budget or profile.saved_bytes) // _WINDOW_SHARE)
+        allowed = [Decision.OFFLOAD] if self._policy == "offload" else [Decision.KEEP, Decision.OFFLOAD]
+        if not self._arena.size_bytes:
+            allowed = [Decision.KEEP]
+        plan = make_plan(
+            profile,
+            self._link or self._measure_link(),
+            budget_bytes=budget,
+            host_bytes=self._arena.size_bytes,
+            window_bytes=self._window,
+            allowed=allowed,
+            reserved_bytes=self._reserved_bytes,
+        )
+        self._remember(profile, plan)
+
+    def _remember(self, profile: Profile, plan: Plan) -> None:
+        order = sorted(range(len(profile.blocks)), key=lambda index: profile.blocks[index].needed_s)
+        needed_order = tuple(index for index in order if plan.decisions[index] is Decision.OFFLOAD)
+        sizes = tuple(block.size_bytes for block in profile.blocks)
+        self._known[sizes[0]] = _Known(plan, sizes, needed_order)
+        self._known.move_to_end(sizes[0])
+        self._plan = plan
+        while len(self._known) > _MOST_PLANS:
+            self._known.popitem(last=False)
+
+    def _measure_link(self) -> Link:
+        """Rates of this worker's copies, one direction at a time."""
+        size_bytes = min(16 * 2**20, self._arena.size_bytes)
+        host = self._arena.take(size_bytes) if size_bytes else None
+        if host is None:
+            return Link(1e9, 1e9)
+        device = torch.empty(size_bytes, dtype=torch.uint8, device=self._adapter.device)
+        rates = []
+        for out in (True, False, True, False):
+            began_at = time.perf_counter()
+            copy = self._adapter.copy_out(device, host) if out else self._adapter.copy_in(host, device, None)
+            while not copy.is_done():
+                time.sleep(0)
+            rates.append(size_bytes / (time.perf_counter() - began_at))
+        self._arena.give_back(host)
+        self._link = Link(rates[2], rates[3])
+        return self._link
+
+    def close(self) -> None:
+        """End the copying threads and let go of host memory; graphs of earlier steps must be gone."""
+        self._step = None
+        self._adapter.close()
+        self._arena.close()
+
+    # --- for handles -------------------------------------------------------------------------------------
+
+    def _count(self, size_bytes: int) -> None:
+        self._live_bytes += size_bytes
+        self.totals.peak_bytes = max(self.totals.peak_bytes, self._live_bytes)
+
+
+def _states(model: nn.Module) -> Iterator[Tensor]:
+    yield from model.parameters()
+    yield from model.buffers()
+
+
+@dataclass(frozen=True)
+class _Known:
+    """A plan, the sizes that it was made for, and the order in which what moves is needed."""
+
+    plan: Plan
+    sizes: tuple[int, ...]
+    needed_order: tuple[int, ...]
+
+
+class _Record:
+    """When things were saved and needed in a step that moves nothing."""
+
+    def __init__(self, adapter: Adapter) -> None:
+        self._adapter = adapter
+        self._began_at = adapter.now()
+        self.sizes: list[int] = []
+        self.is_movable: list[bool] = []
+        self._saved_s: list[float] = []
+        self._needed_s: dict[int, float] = {}
+        self._last_s = 0.0
+
+    def saved(self, size_bytes: int, is_movable: bool) -> None:
+        self.sizes.append(size_bytes)
+        self.is_movable.append(is_movable)
+        self._saved_s.append(self._adapter.now() - self._began_at)
+
+    def needed(self, index: int) -> None:
+        self._last_s = self._adapter.now() - self._began_at
+        self._needed_s.setdefault(index, self._last_s)
+
+    def profile(self) -> Profile | None:
+        if not self._needed_s:
+            return None
+        last = self._last_s
+        blocks = [
+            # What the backward pass never asked for is needed at its end: it only ever takes up memory.
+            Block(size, saved, self._needed_s.get(index, last), is_movable=is_movable)
+            for index, (size, saved, is_movable) in enumerate(
+                zip(self.sizes, self._saved_s, self.is_movable, strict=True)
+            )
+        ]
+        return Profile(tuple(blocks), min(self._needed_s.values()), last)
+
+
+class _Step:
+    """What one forward pass has saved."""
+
+    def __init__(self, memory: HybridMemory) -> None:
+        self.memory = memory
+        self.record: _Record | None = None
+        self._known: _Known | None = None
+        self._own_record = _Record(memory._adapter)  # its clock begins now
+        self._blocks: dict[tuple[int, int], weakref.ref[_Saved]] = {}
+        self.first_bytes = 0
+        self._num_blocks = 0
+        self.is_off_plan = False
+        # By weak references: a block belongs to the handles that autograd keeps, and goes with them.
+        self._leaving: deque[tuple[weakref.ref[_Saved], int]] = deque()
+        self._leaving_bytes = 0
+        self._lingering: list[weakref.ref[_Saved]] = []  # brought out, and still held by somebody
+        self._by_index: dict[int, weakref.ref[_Saved]] = {}
+        self._coming: deque[int] = deque()
+        self._waiting_bytes = 0
+
+    # --- forward -----------------------------------------------------------------------------------------
+
+    def pack(self, tensor: Tensor) -> "_Kept | _Handle":
+        """Called for every saved tensor."""
+        memory = self.memory
+        with memory._lock:
+            memory.totals.num_saved += 1
+            if not _is_manageable(tensor, memory):
+                return _Kept(tensor)
+            storage = tensor.untyped_storage()
+            key = (StorageWeakRef(storage).cdata, tensor._version)
+            known = self._blocks.get(key)
+            saved = known() if known is not None else None
+            if saved is not None:
+                memory.totals.num_views += 1
+            else:
+                saved = self._save(tensor)
+                self._blocks[key] = weakref.ref(saved)
+            return _Handle(saved, tensor)
+
+    def _save(self, tensor: Tensor) -> "_Saved":
+        memory, index = self.memory, self._num_blocks
+        self._num_blocks += 1
+        size_bytes = tensor.untyped_storage().nbytes()
+        memory.totals.saved_bytes += size_bytes
+        saved = _Saved(self, index, tensor)
+        self._by_index[index] = weakref.ref(saved)
+        if index == 0:
+            self._choose(size_bytes)
+        is_movable = size_bytes >= memory._min_bytes
+        if self._known is None:
+            self._own_record.saved(size_bytes, is_movable)
+            return saved
+        sizes, decisions = self._known.sizes, self._known.plan.decisions
+        if index >= len(sizes) or sizes[index] != size_bytes:
+            self.is_off_plan = True  # another graph: the rest of it stays, and is recorded next time
+        if not self.is_off_plan and decisions[index] is Decision.OFFLOAD and is_movable:
+            self._offload(saved)
+        return saved
+
+    def _choose(self, first_bytes: int) -> None:
+        """The plan for steps that begin like this one; without one it is recorded."""
+        self.first_bytes = first_bytes
+        self._known = self.memory._known.get(first_bytes)
+        if self._known is None:
+            self.record = self._own_record
+            return
+        self.memory._plan = self._known.plan
+        self._coming = deque(self._known.needed_order)
+
+    def _offload(self, saved: "_Saved") -> None:
+        memory = self.memory
+        host = memory._arena.take(saved.size_bytes)
+        if host is None:
+            memory.totals.refused_bytes += saved.size_bytes
+            return
+        self._reap()
+        while self._leaving and self._leaving_bytes + saved.size_bytes > memory._window:
+            first = self._leaving[0][0]()
+            if first is not None:
+                self._wait_for(first)
+            del first
+            self._reap()
+        saved.leave(host)
+        memory.totals.moved_bytes += saved.size_bytes
+        self._leaving.append((weakref.ref(saved), saved.size_bytes))
+        self._leaving_bytes += saved.size_bytes
+
+    def _wait_for(self, saved: "_Saved") -> None:
+        began_at = time.perf_counter()
+        saved.wait_out()
+        self.memory.totals.stall_s += time.perf_counter() - began_at
+
+    def _reap(self) -> None:
+        """Let go of what has arrived on the host, in the order in which it left."""
+        while self._leaving:
+            saved = self._leaving[0][0]()
+            if saved is not None and not saved.has_left():
+                break
+            self._leaving_bytes -= self._leaving.popleft()[1]
+            if saved is not None:
+                saved.let_go()
+                self._lingering.append(weakref.ref(saved))
+        self._lingering = [known for known in self._lingering if not _is_gone(known)]
+
+    # --- backward ----------------------------------------------------------------------------------------
+
+    def needed(self, saved: "_Saved") -> None:
+        """A block is asked for: begin to bring back those that come after it."""
+        if self.record is not None:
+            self.record.needed(saved.index)
+        self._reap()
+        for known in self._lingering:
+            lingering = known()
+            if lingering is not None:
+                lingering.say_held()
+        self._lingering.clear()
+        self.no_longer_waiting(saved)
+        window = self.memory._window
+        while self._coming:
+            reference = self._by_index.get(self._coming[0])
+            other = reference() if reference is not None else None
+            if other is not None and other.is_away():
+                if self._waiting_bytes and self._waiting_bytes + other.size_bytes > window:
+                    return
+                self._waiting_bytes += other.size_bytes
+                other.is_waited_for = True
+                other.come_back()
+            self._coming.popleft()
+
+    def no_longer_waiting(self, saved: "_Saved") -> None:
+        """A block that came back early is used now, or never will be."""
+        if saved.is_waited_for:
+            saved.is_waited_for = False
+            self._waiting_bytes -= saved.size_bytes
+
+
+def _is_gone(known: "weakref.ref[_Saved]") -> bool:
+    saved = known()
+    return saved is None or saved.is_really_gone()
+
+
+class _Kept:
+    """A saved tensor that stays. It shares its version with the original, so a change in place is seen."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor.detach()
+        self._version = tensor._version
+
+    def get(self) -> Tensor:
+        _check_version(self._tensor, self._version)
+        return self._tensor
+
+
+class _Handle:
+    """What autograd keeps in place of a tensor: a view of a saved storage."""
+
+    def __init__(self, saved: "_Saved", tensor: Tensor) -> None:
+        self._saved = saved
+        self._dtype = tensor.dtype
+        self._place = (int(tensor.storage_offset()), tensor.size(), tensor.stride())
+        self._version = tensor._version
+        # Shares the version of the original without its memory.
+        self._witness = tensor.detach()
+        self._witness.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+
+    def get(self) -> Tensor:
+        _check_version(self._witness, self._version)
+        return self._saved.view(self._dtype, *self._place)
+
+
+def _check_version(tensor: Tensor, version: int) -> None:
+    if tensor._version != version:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: "
+            f"it is at version {tensor._version}; expected version {version} instead."
+        )
+
+
+def _unpack(held: "_Kept | _Handle") -> Tensor:
+    return held.get()
+
+
+class _Saved:
+    """One storage: on the device, on the host, or on its way."""
+
+    def __init__(self, step: _Step, index: int, tensor: Tensor) -> None:
+        self._step, self.index = step, index
+        self.size_bytes = tensor.untyped_storage().nbytes()
+        self._shape = tuple(tensor.shape)
+        # All bytes of the storage, whatever the views of it are.
+        self._bytes: Tensor | None = _all_bytes(tensor)
+        # Keeps the address reserved, so that another storage can't take this one's identity.
+        self._identity = StorageWeakRef(tensor.untyped_storage())
+        self._host: Tensor | None = None
+        self._out: Copy | None = None
+        self._in: Copy | None = None
+        self.is_waited_for = False
+        step.memory._count(self.size_bytes)
+        self._is_counted = True
+
+    # --- out ---------------------------------------------------------------------------------------------
+
+    def leave(self, host: Tensor) -> None:
+        assert self._bytes is not None
+        self._host = host
+        self._out = self._step.memory._adapter.copy_out(self._bytes, host)
+
+    def has_left(self) -> bool:
+        return self._out is not None and self._out.is_done()
+
+    def wait_out(self) -> None:
+        assert self._out is not None
+        while not self._out.is_done():
+            time.sleep(20e-6)
+
+    def let_go(self) -> None:
+        """Drop the device's copy; whether its memory goes depends on who else holds it."""
+        self._bytes = None
+
+    def is_really_gone(self) -> bool:
+        """Whether the memory went; counted once. A block that is back by now is none that lingers."""
+        if not self._identity.expired():
+            return self._bytes is not None
+        memory = self._step.memory
+        if self._is_counted and self._bytes is None:
+            self._is_counted = False
+            memory.totals.freed_bytes += self.size_bytes
+            memory._live_bytes -= self.size_bytes
+        return True
+
+    def say_held(self) -> None:
+        """Somebody else holds what was brought out: a variable of the forward pass, say."""
+        held, name = self._step.memory.totals.held, "x".join(map(str, self._shape))
+        held[name] = held.get(name, 0) + self.size_bytes
+
+    # --- back --------------------------------------------------------------------------------------------
+
+    def is_away(self) -> bool:
+        return self._bytes is None and self._host is not None
+
+    def come_back(self) -> None:
+        memory = self._step.memory
+        assert self._host is not None
+        target = torch.empty(self.size_bytes, dtype=torch.uint8, device=memory._adapter.device)
+        self._in = memory._adapter.copy_in(self._host, target, self._out)
+        self._bytes = target
+        if not self._is_counted:
+            self._is_counted = True
+            memory._count(self.size_bytes)
+
+    def view(self, dtype: torch.dtype, offset: int, size: torch.Size, stride: tuple[int, ...]) -> Tensor:
+        memory = self._step.memory
+        with memory._lock:
+            self._step.needed(self)
+            if self._bytes is None:
+                self.come_back()
+            if self._in is not None:
+                began_at = time.perf_counter()
+                self._in.wait()
+                self._in = None
+                memory.totals.stall_s += time.perf_counter() - began_at
+            assert self._bytes is not None
+            whole = torch.empty(0, dtype=dtype, device=self._bytes.device)
+            return whole.set_(self._bytes.untyped_storage(), offset, size, stride)
+
+    def __del__(self) -> None:
+        step = self._step
+        memory = step.memory
+        with memory._lock:
+            step.no_longer_waiting(self)
+            if self._is_counted:
+                memory._live_bytes -= self.size_bytes
+            if self._host is not None:
+                for copy in (self._out, self._in):
+                    while copy is not None and not copy.is_done():
+                        time.sleep(20e-6)
+                memory._arena.give_back(self._host)
+
+
+def _all_bytes(tensor: Tensor) -> Tensor:
+    storage = tensor.untyped_storage()
+    whole = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    return whole.set_(storage, 0, (storage.nbytes(),), (1,))
+
+
+def _is_manageable(tensor: Tensor, memory: HybridMemory) -> bool:
+    """Whether a saved tensor may move: a plain one, on the device, and not of the model itself."""
+    if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided:
+        return False
+    if tensor.is_conj() or tensor.is_neg() or tensor.is_quantized or tensor.numel() == 0:
+        return False
+    if tensor.device.type != memory._adapter.device.type:
+        return False
+    storage = tensor.untyped_storage()
+    # By storage: a layer saves its weight as a transposed view, which is no parameter.
+    return StorageWeakRef(storage).cdata not in memory._own

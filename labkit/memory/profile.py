@@ -1,0 +1,79 @@
+"""What a training step saves for its backward pass, as it was recorded once. No torch here."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Decision(StrEnum):
+    """What becomes of a block between its forward and its backward use."""
+
+    KEEP = "keep"
+    OFFLOAD = "offload"
+    RECOMPUTE = "recompute"
+
+
+@dataclass(frozen=True)
+class Block:
+    """One storage that the forward pass saves; views of it count once.
+
+    Attributes:
+        size_bytes: Of the storage.
+        saved_s: When it was saved, in seconds of compute since the step began.
+        needed_s: When the backward pass first asked for it, likewise.
+        segment: Which part of the model computed it, in the order of the forward pass; -1: none that can be
+            computed again.
+        is_movable: It may be offloaded.
+    """
+
+    size_bytes: int
+    saved_s: float
+    needed_s: float
+    segment: int = -1
+    is_movable: bool = True
+
+
+@dataclass(frozen=True)
+class Profile:
+    """A recorded step.
+
+    Attributes:
+        blocks: In the order in which they were saved.
+        forward_s: Seconds of compute until the backward pass began.
+        step_s: Seconds of compute of forward and backward.
+        recompute_s: Seconds that computing each segment takes; shape (segments,).
+        boundary_bytes: Bytes of what goes into each segment, which stay when it is computed again.
+    """
+
+    blocks: tuple[Block, ...]
+    forward_s: float
+    step_s: float
+    recompute_s: tuple[float, ...] = ()
+    boundary_bytes: tuple[int, ...] = ()
+
+    @property
+    def saved_bytes(self) -> int:
+        """Of all blocks."""
+        return sum(block.size_bytes for block in self.blocks)
+
+
+@dataclass(frozen=True)
+class Link:
+    """Rates between device and host as one worker has them.
+
+    Attributes:
+        out_bytes_per_s: From the device.
+        in_bytes_per_s: To the device.
+        latency_s: Of one copy.
+    """
+
+    out_bytes_per_s: float
+    in_bytes_per_s: float
+    latency_s: float = 0.0
+
+    def out_s(self, size_bytes: int) -> float:
+        """Seconds to bring a block to the host."""
+        return self.latency_s + size_bytes / self.out_bytes_per_s
+
+    def in_s(self, size_bytes: int) -> float:
+        """Seconds to bring it back."""
+        return self.latency_s + size_bytes / self.in_bytes_per_s
