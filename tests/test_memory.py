@@ -274,10 +274,39 @@ def _images() -> Tensor:
     return torch.randn(6, 3, 8, 8).to(memory_format=torch.channels_last)
 
 
+class Residual(nn.Module):
+    """A block with batch norm, dropout and an activation in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm, self.relu = (
+            nn.Conv2d(4, 4, 3, padding=1),
+            nn.BatchNorm2d(4),
+            nn.ReLU(inplace=True),
+        )
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        return x + F.dropout(self.relu(self.norm(self.conv(x))), 0.2, self.training) * scale
+
+
+class Blocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, 4, 1)
+        self.blocks = nn.ModuleList(Residual() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x, scale=0.5)
+        return x
+
+
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
     "mlp": (lambda: nn.Sequential(nn.Linear(12, 64), nn.Tanh(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 3)), lambda: torch.randn(8, 12)),
     "conv net": (_convnet, _images),
     "gpt": (Gpt, lambda: torch.randint(0, 31, (4, 10))),
+    "blocks": (Blocks, lambda: torch.randn(5, 3, 8, 8)),
     "lstm": (Lstm, lambda: torch.randn(3, 7, 8)),
     "checkpointed": (lambda: Gpt(is_checkpointed=True), lambda: torch.randint(0, 31, (4, 10))),
     "custom": (Custom, lambda: torch.randn(5, 12)),
@@ -372,7 +401,7 @@ def test_every_number_is_the_same_as_without(name: str, kind: str, memories: lis
 @pytest.mark.parametrize(
     "seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 25))]
 )
-@pytest.mark.parametrize("name", ["conv net", "gpt"])
+@pytest.mark.parametrize("name", ["conv net", "gpt", "blocks"])
 def test_every_number_is_the_same_under_any_plan(name: str, seed: int, memories: list[HybridMemory]) -> None:
     build, make = MODELS[name]
     torch.manual_seed(0)
@@ -380,15 +409,50 @@ def test_every_number_is_the_same_under_any_plan(name: str, seed: int, memories:
     moved = copy.deepcopy(plain)
     wanted = _train(plain, make, None, "float32")
     choose = random.Random(seed)
-    memory = _memory(memories, moved, adapter=PoisonAdapter(seed), window_bytes=choose.choice([1, 5000, MIB]))
+    window = choose.choice([1, 5000, MIB])
+    memory = _memory(memories, moved, policy="auto", adapter=PoisonAdapter(seed), window_bytes=window)
     remember = memory._remember
 
-    def at_random(profile: Profile, plan: Plan) -> None:
-        decisions = tuple(choose.choice([KEEP, OFFLOAD]) for _ in plan.decisions)
-        remember(profile, Plan(decisions, plan.outcome, plan.window_bytes))
+    def at_random(profile: Profile, plan: Plan, record: Any) -> None:
+        items = list(items_of(profile))
+        chosen = [choose.choice(options_of(profile, item, tuple(Decision))) for item in items]
+        decisions = spread(profile, items, chosen)
+        remember(profile, Plan(decisions, plan.outcome, plan.window_bytes), record)
 
     memory._remember = at_random  # type: ignore[method-assign]
     _assert_same(_train(moved, make, memory, "float32"), wanted)
+
+
+@pytest.mark.parametrize("name", ["gpt", "blocks"])
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "autocast"])
+def test_every_number_is_the_same_when_all_is_computed_again(
+    name: str, kind: str, memories: list[HybridMemory]
+) -> None:
+    build, make = MODELS[name]
+    torch.manual_seed(0)
+    plain = build()
+    moved = copy.deepcopy(plain)
+    wanted = _train(plain, make, None, kind)
+    memory = _memory(memories, moved, policy="recompute", segments=moved.layers if name == "gpt" else None)  # type: ignore[arg-type]
+    _assert_same(_train(moved, make, memory, kind), wanted)
+    if name == "blocks":  # the layers of the other one are no modules that are called
+        assert memory.totals.num_recomputed == 3 * 4 and memory.totals.num_replans == 0
+        memory.close()
+        assert all("forward" not in block.__dict__ for block in moved.blocks)  # type: ignore[union-attr]
+        memories.clear()
+
+
+def test_a_budget_is_met_by_computing_again_where_the_link_is_slow(memories: list[HybridMemory]) -> None:
+    model = Blocks()
+    x = torch.randn(64, 3, 16, 16)
+    memory = _memory(memories, model, policy="auto", link=Link(1e4, 1e4))
+    _planned(memory, lambda: model(x).sum())
+    memory._budget = int(0.6 * memory.totals.peak_bytes)
+    for _ in range(3):
+        memory.totals.peak_bytes = 0
+        _planned(memory, lambda: model(x).sum())
+    assert memory.plan is not None and RECOMPUTE in memory.plan.decisions
+    assert memory.totals.num_recomputed > 0 and memory.totals.peak_bytes <= memory._budget
 
 
 @pytest.mark.parametrize("edge", ["in after out", "wait for in", "wait before letting go"])
@@ -769,7 +833,7 @@ def test_what_a_variable_holds_is_reported_as_not_freed(memories: list[HybridMem
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"policy": "swap"}, "memory.policy must be one of auto, keep, offload, got 'swap'"),
+        ({"policy": "swap"}, "memory.policy must be one of auto, keep, offload, recompute, got 'swap'"),
         ({"tier": "mmap:/nowhere"}, "memory.tier must be a folder"),
         (
             {"device_budget": 500, "reserved_bytes": 1000},

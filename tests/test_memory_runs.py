@@ -58,6 +58,16 @@ def test_every_strategy_comes_to_the_same_bits(runs: Path, sync: list[str]) -> N
     assert report["moved_bytes"] > 0 and report["num_replans"] == 0
 
 
+@pytest.mark.parametrize("sync", ["allreduce", pytest.param("hierarchical", marks=pytest.mark.slow)])
+def test_blocks_that_are_computed_again_come_to_the_same_bits(runs: Path, sync: str) -> None:
+    small = ["model=gpt", "data=text", "data.max_bytes=200000", "engine.global_batch_size=16", f"sync={sync}"]
+    plain, again = _finish(*small), _finish(*small, "memory.policy=recompute")
+    for name, value in _weights(plain).items():
+        assert torch.equal(value, _weights(again)[name]), name
+    (report,) = again.folder.history(0, ("memory",))
+    assert report["num_recomputed"] > 0 and report["moved_bytes"] == 0
+
+
 def test_a_tier_on_disk_and_a_budget(runs: Path, tmp_path: Path) -> None:
     run = _finish("cluster=1x1", "memory.device_budget=6MB", f"memory.tier=mmap:{tmp_path}")
     (report,) = run.folder.history(0, ("memory",))

@@ -566,8 +566,8 @@ class MemoryConfig(Section):
     tier: Annotated[str, Field(pattern=r"^(auto|pinned|ram|mmap:.+)$")] = Field(
         "auto", description="auto | pinned | ram | mmap:FOLDER; auto: pinned on CUDA, else ram"
     )
-    policy: Literal["auto", "keep", "offload"] = Field(
-        "auto", description="auto: as the budget needs; offload: all that can be; keep: nothing moves"
+    policy: Literal["auto", "keep", "offload", "recompute"] = Field(
+        "auto", description="auto: as the budget needs; offload, recompute: all that can be; keep: nothing"
     )
     window: Bytes | None = Field(
         None, description="bytes of copies under way in each direction; none: an eighth of the budget"

@@ -15,7 +15,7 @@ def build_memory(config: ExperimentConfig, model: nn.Module) -> HybridMemory | N
         ConfigError: the budget is below what parameters and optimizer need, or host memory is not there.
     """
     memory = config.memory
-    is_wanted = memory.device_budget is not None or memory.policy == "offload"
+    is_wanted = memory.device_budget is not None or memory.policy in ("offload", "recompute")
     if not is_wanted or memory.policy == "keep":
         return None
     host_budget = memory.host_budget if memory.host_budget is not None else memory.device_budget

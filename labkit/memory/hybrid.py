@@ -15,13 +15,15 @@ import contextlib
 import threading
 import time
 import weakref
-from collections import OrderedDict, deque
-from collections.abc import Iterator
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.checkpoint import checkpoint
 
 from labkit.errors import ConfigError
 from labkit.memory.adapter import Adapter, Copy, CpuAdapter, CudaAdapter
@@ -45,6 +47,7 @@ class Report:
         moved_bytes: Of storages that were brought out.
         freed_bytes: Of those, whose memory on the device really went.
         refused_bytes: Of storages that should have moved, and for which the host had no room.
+        num_recomputed: Segments that were computed again.
         stall_s: That computing waited for copies.
         num_replans: Steps whose saved tensors were not those of the plan.
         peak_bytes: Most bytes of saved storages on the device at once.
@@ -58,6 +61,7 @@ class Report:
     moved_bytes: int = 0
     freed_bytes: int = 0
     refused_bytes: int = 0
+    num_recomputed: int = 0
     stall_s: float = 0.0
     num_replans: int = 0
     peak_bytes: int = 0
@@ -76,6 +80,7 @@ class HybridMemory:
         host_budget: int = 0,
         tier: str = "auto",
         policy: str = "auto",
+        segments: Sequence[nn.Module] | None = None,
         window_bytes: int | None = None,
         min_bytes: int = 64 * 1024,
         link: Link | None = None,
@@ -89,7 +94,8 @@ class HybridMemory:
             reserved_bytes: Of them, for parameters, gradients, optimizer state and what else is not saved.
             host_budget: Bytes of host memory; 0: nothing is offloaded.
             tier: `pinned`, `ram` or `mmap:FOLDER`; auto: pinned on CUDA, else ram.
-            policy: auto (as the budget needs), keep, or offload (everything that can be).
+            policy: auto (as the budget needs), keep, offload or recompute (everything that can be).
+            segments: Modules that may be computed again in the backward pass; None: `find_segments`.
             window_bytes: Most bytes of copies under way in each direction; None: an eighth of the budget.
             min_bytes: Smaller storages stay.
             link: Rates between device and host; None: measured when the first plan is made.
@@ -98,8 +104,8 @@ class HybridMemory:
         Raises:
             ConfigError: a value makes no sense, the model is compiled, or host memory is not there.
         """
-        if policy not in ("auto", "keep", "offload"):
-            raise ConfigError(f"memory.policy must be one of auto, keep, offload, got {policy!r}.")
+        if policy not in ("auto", "keep", "offload", "recompute"):
+            raise ConfigError(f"memory.policy must be one of auto, keep, offload, recompute, got {policy!r}.")
         if device_budget is not None and device_budget <= reserved_bytes:
             raise ConfigError(
                 f"memory.device_budget must be above the {reserved_bytes} bytes of parameters, gradients and "
@@ -129,6 +135,12 @@ class HybridMemory:
         self._live_bytes = 0
         self._own = {StorageWeakRef(t.untyped_storage()).cdata: t for t in _states(model)}
         self.totals = Report()
+        self._active: _Step | None = None
+        self._is_recomputing = False
+        self._segments = list(find_segments(model) if segments is None else segments)
+        if policy in ("auto", "recompute"):
+            for module in self._segments:
+                module.forward = _wrapped(self, module)
 
     @property
     def plan(self) -> Plan | None:
@@ -151,8 +163,12 @@ class HybridMemory:
         self._begin()
         step = self._step
         assert step is not None
-        with torch.autograd.graph.saved_tensors_hooks(step.pack, _unpack):
-            yield
+        self._active = step
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(step.pack, _unpack):
+                yield
+        finally:
+            self._active = None
 
     def _begin(self) -> None:
         """What the last step showed decides about this one."""
@@ -173,9 +189,10 @@ class HybridMemory:
             return
         budget = self._budget
         self._window = self._asked_window or max(1, (budget or profile.saved_bytes) // _WINDOW_SHARE)
-        allowed = [Decision.OFFLOAD] if self._policy == "offload" else [Decision.KEEP, Decision.OFFLOAD]
+        wanted = {"offload": [Decision.OFFLOAD], "recompute": [Decision.RECOMPUTE]}
+        allowed = wanted.get(self._policy, list(Decision))
         if not self._arena.size_bytes:
-            allowed = [Decision.KEEP]
+            allowed = [what for what in allowed if what is not Decision.OFFLOAD] or [Decision.KEEP]
         plan = make_plan(
             profile,
             self._link or self._measure_link(),
@@ -185,14 +202,20 @@ class HybridMemory:
             allowed=allowed,
             reserved_bytes=self._reserved_bytes,
         )
-        self._remember(profile, plan)
+        self._remember(profile, plan, record)
 
-    def _remember(self, profile: Profile, plan: Plan) -> None:
+    def _remember(self, profile: Profile, plan: Plan, record: "_Record") -> None:
         order = sorted(range(len(profile.blocks)), key=lambda index: profile.blocks[index].needed_s)
-        needed_order = tuple(index for index in order if plan.decisions[index] is Decision.OFFLOAD)
-        sizes = tuple(block.size_bytes for block in profile.blocks)
-        self._known[sizes[0]] = _Known(plan, sizes, needed_order)
-        self._known.move_to_end(sizes[0])
+        offloaded = (index for index in order if plan.decisions[index] is Decision.OFFLOAD)
+        again = {record.keys[index][0] for index in order if plan.decisions[index] is Decision.RECOMPUTE}
+        self._known[record.first_bytes] = _Known(
+            plan,
+            {key: block.size_bytes for key, block in zip(record.keys, profile.blocks, strict=True)},
+            dict(zip(record.keys, plan.decisions, strict=True)),
+            tuple(record.keys[index] for index in offloaded),
+            frozenset(again),
+        )
+        self._known.move_to_end(record.first_bytes)
         self._plan = plan
         while len(self._known) > _MOST_PLANS:
             self._known.popitem(last=False)
@@ -218,6 +241,8 @@ class HybridMemory:
     def close(self) -> None:
         """End the copying threads and let go of host memory; graphs of earlier steps must be gone."""
         self._step = None
+        for module in self._segments:
+            module.__dict__.pop("forward", None)
         self._adapter.close()
         self._arena.close()
 
@@ -233,13 +258,81 @@ def _states(model: nn.Module) -> Iterator[Tensor]:
     yield from model.buffers()
 
 
+def find_segments(model: nn.Module) -> list[nn.Module]:
+    """The parts of a model that are best computed again as a whole: what its lists of modules hold.
+
+    Entries of a `ModuleList`, and those of a `Sequential` that have modules inside. None that computes
+    together with other workers, who might not compute again.
+    """
+    found: list[nn.Module] = []
+
+    def look(module: nn.Module) -> None:
+        for child in module.children():
+            is_part = isinstance(module, nn.ModuleList) or (
+                isinstance(module, nn.Sequential) and next(child.children(), None) is not None
+            )
+            if is_part and not any(getattr(part, "is_collective", False) for part in child.modules()):
+                found.append(child)
+            else:
+                look(child)
+
+    look(model)
+    return found
+
+
+def _wrapped(memory: HybridMemory, module: nn.Module) -> Callable[..., Any]:
+    """A segment's forward pass: noted while a step is recorded, and computed again where the plan says so."""
+    original = module.forward
+    known = weakref.ref(memory)
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        here = known()
+        step = here._active if here is not None and not here._is_recomputing else None
+        if step is None or step.segment >= 0 or not torch.is_grad_enabled():
+            return original(*args, **kwargs)
+        return step.run_segment(module, original, args, kwargs)
+
+    return forward
+
+
+@contextlib.contextmanager
+def _again(memory: HybridMemory, module: nn.Module) -> Iterator[None]:
+    """Compute again without counting batch statistics twice."""
+    norms = [m for m in module.modules() if isinstance(m, nn.modules.batchnorm._NormBase)]
+    momenta = [norm.momentum for norm in norms]
+    for norm in norms:
+        norm.momentum = 0.0  # (1 - 0) x + 0 y is x to the bit
+        if norm.num_batches_tracked is not None:
+            norm.num_batches_tracked.sub_(1)
+    memory._is_recomputing = True
+    try:
+        yield
+    finally:
+        memory._is_recomputing = False
+        for norm, momentum in zip(norms, momenta, strict=True):
+            norm.momentum = momentum
+
+
+_Key = tuple[int, int]  # segment, or -1, and which block of it
+
+
 @dataclass(frozen=True)
 class _Known:
-    """A plan, the sizes that it was made for, and the order in which what moves is needed."""
+    """A plan, and how a step recognises its blocks.
+
+    Attributes:
+        plan: As it was made.
+        sizes: Bytes of each block.
+        decisions: For each block.
+        needed_order: Blocks that move, in the order in which they are needed.
+        again: Segments that are computed again.
+    """
 
     plan: Plan
-    sizes: tuple[int, ...]
-    needed_order: tuple[int, ...]
+    sizes: dict[_Key, int]
+    decisions: dict[_Key, Decision]
+    needed_order: tuple[_Key, ...]
+    again: frozenset[int]
 
 
 class _Record:
@@ -248,20 +341,29 @@ class _Record:
     def __init__(self, adapter: Adapter) -> None:
         self._adapter = adapter
         self._began_at = adapter.now()
-        self.sizes: list[int] = []
-        self.is_movable: list[bool] = []
+        self.first_bytes = 0
+        self.keys: list[_Key] = []
+        self._sizes: list[int] = []
+        self._is_movable: list[bool] = []
         self._saved_s: list[float] = []
-        self._needed_s: dict[int, float] = {}
+        self._needed_s: dict[_Key, float] = {}
         self._last_s = 0.0
+        self._segment_s: list[float] = []
+        self._boundary_bytes: list[int] = []
 
-    def saved(self, size_bytes: int, is_movable: bool) -> None:
-        self.sizes.append(size_bytes)
-        self.is_movable.append(is_movable)
+    def saved(self, key: _Key, size_bytes: int, is_movable: bool) -> None:
+        self.keys.append(key)
+        self._sizes.append(size_bytes)
+        self._is_movable.append(is_movable)
         self._saved_s.append(self._adapter.now() - self._began_at)
 
-    def needed(self, index: int) -> None:
+    def needed(self, key: _Key) -> None:
         self._last_s = self._adapter.now() - self._began_at
-        self._needed_s.setdefault(index, self._last_s)
+        self._needed_s.setdefault(key, self._last_s)
+
+    def segment(self, seconds: float, boundary_bytes: int) -> None:
+        self._segment_s.append(seconds)
+        self._boundary_bytes.append(boundary_bytes)
 
     def profile(self) -> Profile | None:
         if not self._needed_s:
@@ -269,12 +371,13 @@ class _Record:
         last = self._last_s
         blocks = [
             # What the backward pass never asked for is needed at its end: it only ever takes up memory.
-            Block(size, saved, self._needed_s.get(index, last), is_movable=is_movable)
-            for index, (size, saved, is_movable) in enumerate(
-                zip(self.sizes, self._saved_s, self.is_movable, strict=True)
+            Block(size, saved, self._needed_s.get(key, last), key[0], is_movable)
+            for key, size, saved, is_movable in zip(
+                self.keys, self._sizes, self._saved_s, self._is_movable, strict=True
             )
         ]
-        return Profile(tuple(blocks), min(self._needed_s.values()), last)
+        forward_s = min(self._needed_s.values())
+        return Profile(tuple(blocks), forward_s, last, tuple(self._segment_s), tuple(self._boundary_bytes))
 
 
 class _Step:
@@ -287,14 +390,17 @@ class _Step:
         self._own_record = _Record(memory._adapter)  # its clock begins now
         self._blocks: dict[tuple[int, int], weakref.ref[_Saved]] = {}
         self.first_bytes = 0
-        self._num_blocks = 0
+        self.segment = -1  # that computes now
+        self._num_segments = 0
+        self._num_blocks: Counter[int] = Counter()  # of each segment
+        self._is_begun = False
         self.is_off_plan = False
         # By weak references: a block belongs to the handles that autograd keeps, and goes with them.
         self._leaving: deque[tuple[weakref.ref[_Saved], int]] = deque()
         self._leaving_bytes = 0
         self._lingering: list[weakref.ref[_Saved]] = []  # brought out, and still held by somebody
-        self._by_index: dict[int, weakref.ref[_Saved]] = {}
-        self._coming: deque[int] = deque()
+        self._by_key: dict[_Key, weakref.ref[_Saved]] = {}
+        self._coming: deque[_Key] = deque()
         self._waiting_bytes = 0
 
     # --- forward -----------------------------------------------------------------------------------------
@@ -318,34 +424,61 @@ class _Step:
             return _Handle(saved, tensor)
 
     def _save(self, tensor: Tensor) -> "_Saved":
-        memory, index = self.memory, self._num_blocks
-        self._num_blocks += 1
+        memory = self.memory
         size_bytes = tensor.untyped_storage().nbytes()
+        self._begin(size_bytes)
+        key = (self.segment, self._num_blocks[self.segment])
+        self._num_blocks[self.segment] += 1
         memory.totals.saved_bytes += size_bytes
-        saved = _Saved(self, index, tensor)
-        self._by_index[index] = weakref.ref(saved)
-        if index == 0:
-            self._choose(size_bytes)
+        saved = _Saved(self, key, tensor)
+        self._by_key[key] = weakref.ref(saved)
         is_movable = size_bytes >= memory._min_bytes
         if self._known is None:
-            self._own_record.saved(size_bytes, is_movable)
+            self._own_record.saved(key, size_bytes, is_movable)
             return saved
-        sizes, decisions = self._known.sizes, self._known.plan.decisions
-        if index >= len(sizes) or sizes[index] != size_bytes:
+        if self.segment in self._known.again:  # what goes into it; what it saves is not seen here
+            return saved
+        if self._known.sizes.get(key) != size_bytes:
             self.is_off_plan = True  # another graph: the rest of it stays, and is recorded next time
-        if not self.is_off_plan and decisions[index] is Decision.OFFLOAD and is_movable:
+        if not self.is_off_plan and self._known.decisions[key] is Decision.OFFLOAD and is_movable:
             self._offload(saved)
         return saved
 
-    def _choose(self, first_bytes: int) -> None:
-        """The plan for steps that begin like this one; without one it is recorded."""
-        self.first_bytes = first_bytes
+    def _begin(self, first_bytes: int) -> None:
+        """Choose the plan for steps that begin like this one; without one it is recorded."""
+        if self._is_begun:
+            return
+        self._is_begun = True
+        self.first_bytes = self._own_record.first_bytes = first_bytes
         self._known = self.memory._known.get(first_bytes)
         if self._known is None:
             self.record = self._own_record
             return
         self.memory._plan = self._known.plan
         self._coming = deque(self._known.needed_order)
+
+    def run_segment(self, module: nn.Module, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """A part of the model that may be computed again."""
+        memory = self.memory
+        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+        self._begin(tensors[0].untyped_storage().nbytes() if tensors else 0)
+        index = self._num_segments
+        self._num_segments += 1
+        self.segment = index
+        began_at = memory._adapter.now() if self.record is not None else 0.0
+        try:
+            if self._known is not None and index in self._known.again and not self.is_off_plan:
+                memory.totals.num_recomputed += 1
+                contexts = lambda: (contextlib.nullcontext(), _again(memory, module))  # noqa: E731
+                return checkpoint(function, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+            found = function(*args, **kwargs)
+        finally:
+            self.segment = -1
+        if self.record is not None:
+            storages = [tensor.untyped_storage() for tensor in tensors]
+            sizes = {storage.data_ptr(): storage.nbytes() for storage in storages}
+            self.record.segment(memory._adapter.now() - began_at, sum(sizes.values()))
+        return found
 
     def _offload(self, saved: "_Saved") -> None:
         memory = self.memory
@@ -387,7 +520,7 @@ class _Step:
     def needed(self, saved: "_Saved") -> None:
         """A block is asked for: begin to bring back those that come after it."""
         if self.record is not None:
-            self.record.needed(saved.index)
+            self.record.needed(saved.key)
         self._reap()
         for known in self._lingering:
             lingering = known()
@@ -397,7 +530,7 @@ class _Step:
         self.no_longer_waiting(saved)
         window = self.memory._window
         while self._coming:
-            reference = self._by_index.get(self._coming[0])
+            reference = self._by_key.get(self._coming[0])
             other = reference() if reference is not None else None
             if other is not None and other.is_away():
                 if self._waiting_bytes and self._waiting_bytes + other.size_bytes > window:
@@ -463,8 +596,8 @@ def _unpack(held: "_Kept | _Handle") -> Tensor:
 class _Saved:
     """One storage: on the device, on the host, or on its way."""
 
-    def __init__(self, step: _Step, index: int, tensor: Tensor) -> None:
-        self._step, self.index = step, index
+    def __init__(self, step: _Step, key: _Key, tensor: Tensor) -> None:
+        self._step, self.key = step, key
         self.size_bytes = tensor.untyped_storage().nbytes()
         self._shape = tuple(tensor.shape)
         # All bytes of the storage, whatever the views of it are.

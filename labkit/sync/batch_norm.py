@@ -138,6 +138,8 @@ class SynchronizedBatchNorm(_BatchNorm):
     worker must call it equally often in a step.
     """
 
+    is_collective = True  # hybrid memory must not compute it again: other workers would have to as well
+
     def __init__(self, like: _BatchNorm, comm: Communicator) -> None:
         super().__init__(like.num_features, like.eps, like.momentum, like.affine, like.track_running_stats)
         for tensor in like.state_dict().values():
