@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from labkit.bench import lars, run_benchmark, server
+from labkit.bench import lars, memory, run_benchmark, server
 from labkit.bench.harness import Report, interleave, ratios
 from labkit.cluster.placement import placements
 from labkit.config import from_overrides
@@ -75,3 +75,13 @@ def test_bench_server_moves_every_transports_bytes_both_ways(monkeypatch: pytest
         for found in side.values():
             assert all(len(times) == 2 and min(times) > 0 for times in found["times"].values())
             assert found["cpu_s"] > 0
+
+
+@pytest.mark.slow
+def test_bench_memory_moves_what_its_plan_says_on_every_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "_REPEATS", 1)
+    monkeypatch.setattr(memory, "_FORWARD_S", 0.005)
+    monkeypatch.setattr(memory, "_RATE", 1600 * 2**20)
+    report = memory.measure(lambda text: None)
+    assert {"throughput_kept", "vs_on_demand_4", "contention_gain"} <= report.figures.keys()
+    assert report.figures["batch_growth"] > 1.2

@@ -5,7 +5,10 @@ import copy
 import gc
 import itertools
 import math
+import os
 import random
+import signal
+import sys
 import threading
 import time
 import weakref
@@ -22,7 +25,20 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from labkit.errors import ConfigError
-from labkit.memory import Block, Decision, HybridMemory, Infeasible, Link, Plan, Profile, make_plan, simulate
+from labkit.launch.forked import WorkerFailed, run_workers
+from labkit.memory import (
+    Block,
+    Decision,
+    HybridMemory,
+    Infeasible,
+    Link,
+    Plan,
+    Profile,
+    find_max_batch,
+    fits_in_memory,
+    make_plan,
+    simulate,
+)
 from labkit.memory.adapter import CpuAdapter, Pace
 from labkit.memory.arena import HostArena
 from labkit.memory.planner import items_of, options_of, spread
@@ -616,7 +632,7 @@ def test_parameters_do_not_move_though_they_are_saved_as_views(memories: list[Hy
             y = model(x * 1).sum()
         y.backward()
         del y
-    assert memory.totals.moved_bytes == 4 * 64 * 4
+    assert memory.totals.moved_bytes == 2 * 4 * 64 * 4  # in both steps what goes in, and nothing else
 
 
 def test_x_and_its_views_share_one_copy(memories: list[HybridMemory]) -> None:
@@ -876,3 +892,118 @@ def test_a_thousand_steps_leave_memory_as_it_was(memories: list[HybridMemory]) -
             gc.collect()
             sizes.append(psutil.Process().memory_info().rss)
     assert memory._arena.used_bytes == 0 and sizes[1] - sizes[0] < 8 * MIB
+
+
+# --- the largest batch -----------------------------------------------------------------------------------
+
+
+@given(st.integers(0, 200), st.integers(1, 200))
+def test_the_largest_batch_that_fits_is_found(limit: int, most: int) -> None:
+    tried: list[int] = []
+
+    def fits(size: int) -> bool:
+        tried.append(size)
+        return size <= limit
+
+    assert find_max_batch(fits, most=most) == min(limit, most)
+    assert len(tried) <= 2 * most.bit_length() + 2 and max(tried) <= most
+
+
+def test_other_faults_are_no_lack_of_memory() -> None:
+    def fail() -> None:
+        raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
+
+    with pytest.raises(RuntimeError, match="cannot be multiplied"):
+        fits_in_memory(fail)
+    with pytest.raises(ConfigError, match="most must be at least 1, got 0"):
+        find_max_batch(lambda size: True, most=0)
+
+
+def _capped_search(comm: Any, caps_mib: list[int], is_hybrid: bool, tier: str) -> tuple[int, bool]:
+    """What a worker with a memory limit finds; and whether training at it gives what it gives without."""
+    import ctypes
+    import resource
+
+    for option in (-3, -1):  # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD: what is freed goes back to the system
+        ctypes.CDLL(None).mallopt(option, 65536)
+    torch.manual_seed(0)
+    model = _deep(256)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)
+    memory = None
+    if is_hybrid:
+        memory = HybridMemory(
+            model,
+            policy="offload",
+            host_budget=256 * MIB,
+            tier=f"mmap:{tier}",
+            window_bytes=2 * MIB,
+            link=FAST,
+        )
+    data = next(
+        int(line.split()[1])
+        for line in Path("/proc/self/status").read_text().splitlines()
+        if line.startswith("VmData")
+    )
+    limit = data * 1024 + caps_mib[comm.rank] * MIB
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, resource.getrlimit(resource.RLIMIT_DATA)[1]))
+
+    def attempt(size: int) -> None:
+        for _ in range(3):  # recorded, planned, moved
+            x = torch.randn(size, 256)
+            with memory.step() if memory is not None else contextlib.nullcontext():
+                loss = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            del loss
+
+    def vote(is_good: bool) -> bool:
+        flag = torch.tensor([float(is_good)])
+        comm.all_reduce_(flag).wait()
+        return int(flag) == comm.world_size
+
+    def fits(size: int) -> bool:
+        return fits_in_memory(lambda: attempt(size), lambda: optimizer.zero_grad())
+
+    found = find_max_batch(fits, most=1 << 15, vote=vote, resolution=0.05)
+    resource.setrlimit(resource.RLIMIT_DATA, (resource.RLIM_INFINITY,) * 2)
+    if memory is not None:
+        gc.collect()
+        is_empty = memory._arena.used_bytes == 0
+        memory.close()
+        return found, is_empty
+    return found, True
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="limits memory as Linux counts it")
+def test_workers_with_different_memory_agree_and_hybrid_memory_holds_a_larger_batch(tmp_path: Path) -> None:
+    plain = run_workers(_capped_search, 2, [96, 64], False, "")
+    assert plain[0][0] == plain[1][0] > 0  # Lightning #19789, composer #2117: the other one hung
+    alone = run_workers(_capped_search, 1, [64], False, "")
+    assert alone[0][0] == pytest.approx(plain[0][0], rel=0.25)
+    hybrid = run_workers(_capped_search, 2, [96, 64], True, str(tmp_path))
+    assert hybrid[0][0] == hybrid[1][0] and all(is_empty for _, is_empty in hybrid)
+    assert hybrid[0][0] > 1.2 * plain[0][0]
+
+
+def _die_while_searching(comm: Any) -> str:
+    def fits(size: int) -> bool:
+        if comm.rank == 1 and size == 4:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return True
+
+    def vote(is_good: bool) -> bool:
+        flag = torch.tensor([float(is_good)])
+        comm.all_reduce_(flag).wait()
+        return int(flag) == comm.world_size
+
+    find_max_batch(fits, most=64, vote=vote)
+    return "done"
+
+
+def test_when_a_worker_dies_the_others_do_not_wait_for_ever() -> None:
+    began_at = time.monotonic()
+    with pytest.raises(WorkerFailed, match="1"):
+        run_workers(_die_while_searching, 2)
+    assert time.monotonic() - began_at < 40

@@ -11,6 +11,7 @@ BENCHMARKS = {
     "input": "shards read cold and warm: against a plain read, memory, random reads and other loaders",
     "lars": "the cost of a step of LARS against SGD and another LARS; accuracy at a large batch",
     "ladder": "from the flat parameter server to two levels, one part at a time, on an emulated 4x4 cluster",
+    "memory": "activations that move: speed kept, prefetching, four workers on one link, larger batches",
     "overhead": "what a run costs beside its training: start, events, tracking, all-reduce against DDP",
     "partition": "a plan for unlike devices against an equal split and against all devices' own speeds",
     "server": "the asynchronous server's transport on an emulated link: against the wire, gloo and plain TCP",

@@ -10,6 +10,7 @@ Events, beside `start` and `metrics` (a round counts as a step):
     link     source, target (nodes), mbit, latency_s         the first worker of the source
 """
 
+import contextlib
 from collections.abc import Callable, Sequence
 from itertools import combinations
 
@@ -22,9 +23,11 @@ from labkit.comm import Communicator
 from labkit.config import ExperimentConfig
 from labkit.engine.device import clock_of, to_device
 from labkit.engine.events import EventLog
+from labkit.engine.memory import build_memory
 from labkit.engine.pace import pace_of, spread_over_backward
 from labkit.engine.random_state import seed_everything
 from labkit.errors import ConfigError
+from labkit.memory import is_out_of_memory
 from labkit.tasks import build_model, load_data
 
 MIN_ROUNDS = 6
@@ -62,6 +65,7 @@ class Probe:
         seed_everything(config.seed, "model")
         self._model = build_model(config.model, self._data.info).to(device, self._dtype)
         self._model.train()
+        self._memory = build_memory(config, self._model)
         self._pace = pace_of(config, placement.rank, self._clock)
         spread_over_backward(self._model.parameters(), self._pace)
         self._num_parameters = sum(p.numel() for p in self._model.parameters() if p.requires_grad)
@@ -84,6 +88,8 @@ class Probe:
         for pair in self._pairs():
             self._measure_link(*pair)
         self._data.close()
+        if self._memory is not None:
+            self._memory.close()
         self._log.write("end", step=0)
 
     # --- devices -----------------------------------------------------------------------------------------
@@ -123,7 +129,7 @@ class Probe:
             self._compute(size)
         except (RuntimeError, MemoryError) as error:
             text = next(iter(str(error).strip().splitlines()), type(error).__name__)
-            if not _is_out_of_memory(error):
+            if not is_out_of_memory(error):
                 raise ConfigError(
                     f"model must run with {size} samples on worker {self._placement.rank} "
                     f"({self._placement.node}), got {text}. Train it alone first."
@@ -137,7 +143,8 @@ class Probe:
     def _compute(self, size: int) -> None:
         inputs, targets = to_device(self._data.train.batch(range(size)), self._device, self._dtype)
         self._pace.begin(size)
-        losses, _ = self._data.losses(self._model(inputs), targets)
+        with self._memory.step() if self._memory is not None else contextlib.nullcontext():
+            losses, _ = self._data.losses(self._model(inputs), targets)
         self._pace.advance(FORWARD_SHARE)
         losses.mean().backward()
         self._pace.end()
@@ -224,9 +231,3 @@ class Probe:
                 self._comm.send(answer, other)
             found.append(self._clock() - began_at)
         return min(found)
-
-
-def _is_out_of_memory(error: Exception) -> bool:
-    text = str(error).lower()
-    is_full = "out of memory" in text or "can't allocate memory" in text or "not enough memory" in text
-    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or is_full

@@ -135,6 +135,7 @@ class HybridMemory:
         self._live_bytes = 0
         self._own = {StorageWeakRef(t.untyped_storage()).cdata: t for t in _states(model)}
         self.totals = Report()
+        self._is_prefetching = True  # False: blocks come back when they are asked for, to compare with
         self._active: _Step | None = None
         self._is_recomputing = False
         self._segments = list(find_segments(model) if segments is None else segments)
@@ -336,11 +337,11 @@ class _Known:
 
 
 class _Record:
-    """When things were saved and needed in a step that moves nothing."""
+    """When things were saved and needed in a step without a plan, in seconds of compute."""
 
-    def __init__(self, adapter: Adapter) -> None:
-        self._adapter = adapter
-        self._began_at = adapter.now()
+    def __init__(self, memory: HybridMemory) -> None:
+        self._memory = memory
+        self._began_at = memory._adapter.now() - memory.totals.stall_s
         self.first_bytes = 0
         self.keys: list[_Key] = []
         self._sizes: list[int] = []
@@ -351,14 +352,18 @@ class _Record:
         self._segment_s: list[float] = []
         self._boundary_bytes: list[int] = []
 
+    def _now(self) -> float:
+        """Since the step began, without what it waited for copies."""
+        return self._memory._adapter.now() - self._memory.totals.stall_s - self._began_at
+
     def saved(self, key: _Key, size_bytes: int, is_movable: bool) -> None:
         self.keys.append(key)
         self._sizes.append(size_bytes)
         self._is_movable.append(is_movable)
-        self._saved_s.append(self._adapter.now() - self._began_at)
+        self._saved_s.append(self._now())
 
     def needed(self, key: _Key) -> None:
-        self._last_s = self._adapter.now() - self._began_at
+        self._last_s = self._now()
         self._needed_s.setdefault(key, self._last_s)
 
     def segment(self, seconds: float, boundary_bytes: int) -> None:
@@ -387,7 +392,7 @@ class _Step:
         self.memory = memory
         self.record: _Record | None = None
         self._known: _Known | None = None
-        self._own_record = _Record(memory._adapter)  # its clock begins now
+        self._own_record = _Record(memory)  # its clock begins now
         self._blocks: dict[tuple[int, int], weakref.ref[_Saved]] = {}
         self.first_bytes = 0
         self.segment = -1  # that computes now
@@ -402,6 +407,7 @@ class _Step:
         self._by_key: dict[_Key, weakref.ref[_Saved]] = {}
         self._coming: deque[_Key] = deque()
         self._waiting_bytes = 0
+        self._resident: deque[weakref.ref[_Saved]] = deque()  # that a step without a plan has saved
 
     # --- forward -----------------------------------------------------------------------------------------
 
@@ -435,6 +441,9 @@ class _Step:
         is_movable = size_bytes >= memory._min_bytes
         if self._known is None:
             self._own_record.saved(key, size_bytes, is_movable)
+            if is_movable:
+                self._resident.append(weakref.ref(saved))
+            self._make_room()
             return saved
         if self.segment in self._known.again:  # what goes into it; what it saves is not seen here
             return saved
@@ -443,6 +452,19 @@ class _Step:
         if not self.is_off_plan and self._known.decisions[key] is Decision.OFFLOAD and is_movable:
             self._offload(saved)
         return saved
+
+    def _make_room(self) -> None:
+        """While nothing is planned yet: move what was saved first as soon as the budget is used up."""
+        memory = self.memory
+        if memory._policy == "recompute" or not memory._arena.size_bytes:
+            return
+        while self._resident and (
+            memory._policy == "offload"
+            or (memory._budget is not None and memory._live_bytes > memory._budget)
+        ):
+            oldest = self._resident.popleft()()
+            if oldest is not None:
+                self._offload(oldest)
 
     def _begin(self, first_bytes: int) -> None:
         """Choose the plan for steps that begin like this one; without one it is recorded."""
@@ -455,7 +477,7 @@ class _Step:
             self.record = self._own_record
             return
         self.memory._plan = self._known.plan
-        self._coming = deque(self._known.needed_order)
+        self._coming = deque(self._known.needed_order if self.memory._is_prefetching else ())
 
     def run_segment(self, module: nn.Module, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """A part of the model that may be computed again."""
