@@ -5,7 +5,7 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import pytest
@@ -41,6 +41,14 @@ def until_step(run: "Run", step: int) -> None:
         return any(event["step"] >= step for event in run.folder.history())
 
     until(is_reached, f"step {step}")
+
+
+def newest_checkpoint(run: "Run") -> dict[str, Any]:
+    """What a run has saved last."""
+    from labkit.engine import checkpoint
+
+    newest = max(run.folder.checkpoints_dir.glob("step*.pt"))
+    return checkpoint.read_checkpoint(newest.read_bytes(), "it")
 
 
 def namespaces_of(emulation: "Emulation") -> set[str]:

@@ -14,12 +14,11 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from support import until, until_step
+from support import newest_checkpoint, until, until_step
 from torch import Tensor
 
 import labkit
 from labkit.cluster.plan import make_plan
-from labkit.engine import checkpoint
 from labkit.errors import ConfigError
 from labkit.lab.series import read_series
 from labkit.launch import Run
@@ -47,12 +46,8 @@ def _assert_finished(status: RunStatus) -> None:
     assert status.state is RunState.FINISHED, (status.state, status.error)
 
 
-def _newest(run: Run) -> dict[str, Any]:
-    return checkpoint.read_checkpoint(max(run.folder.checkpoints_dir.glob("step*.pt")).read_bytes(), "it")
-
-
 def _weights(run: Run) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = _newest(run)["model"]
+    found: dict[str, Tensor] = newest_checkpoint(run)["model"]
     return found
 
 
@@ -91,7 +86,7 @@ def _assert_whole(run: Run, num_epochs: int = 3) -> None:
     """The run got to its end, and every sample was applied once in every epoch."""
     last = run.folder.history()[-1]
     assert last["samples"] == num_epochs * NUM_SAMPLES
-    state = _newest(run)["ledger"]
+    state = newest_checkpoint(run)["ledger"]
     assert state["applied_samples"] == num_epochs * NUM_SAMPLES and state["returned"] == []
     samples = [event["samples"] for event in run.folder.history()]
     assert samples == sorted(samples)
@@ -406,7 +401,9 @@ def _stopped(*overrides: str) -> Run:
     assert run.stop().state is RunState.KILLED
     assert time.monotonic() - began_at < 6
     _assert_nothing_left(run)
-    assert _newest(run)["step"] == run.folder.history()[-1]["step"]  # nothing that was applied is lost
+    assert (
+        newest_checkpoint(run)["step"] == run.folder.history()[-1]["step"]
+    )  # nothing that was applied is lost
     return run
 
 
@@ -463,7 +460,7 @@ def test_ctrl_c_saves_and_leaves_nothing(runs: Path) -> None:
         _, said = process.communicate(timeout=WAIT_S)
     assert "Traceback" not in said
     assert run.status().state is RunState.KILLED
-    assert _newest(run)["step"] == run.folder.history()[-1]["step"]
+    assert newest_checkpoint(run)["step"] == run.folder.history()[-1]["step"]
     _assert_nothing_left(run)
 
 

@@ -1,13 +1,12 @@
 """Runs whose activations move: the same weights under every strategy, and budgets that cannot be met."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from support import newest_checkpoint
 
 import labkit
-from labkit.engine import checkpoint
 from labkit.errors import ConfigError
 from labkit.launch import Run
 from labkit.runfolder import RunState
@@ -31,12 +30,6 @@ def _finish(*overrides: str) -> Run:
     return run
 
 
-def _weights(run: Run) -> dict[str, Any]:
-    newest = max(run.folder.checkpoints_dir.glob("step*.pt"))
-    found: dict[str, Any] = checkpoint.read_checkpoint(newest.read_bytes(), "it")["model"]
-    return found
-
-
 @pytest.mark.parametrize(
     "sync",
     [
@@ -52,8 +45,8 @@ def _weights(run: Run) -> dict[str, Any]:
 )
 def test_every_strategy_comes_to_the_same_bits(runs: Path, sync: list[str]) -> None:
     plain, moved = _finish(*sync), _finish(*sync, *MOVED)
-    for name, value in _weights(plain).items():
-        assert torch.equal(value, _weights(moved)[name]), name
+    for name, value in newest_checkpoint(plain)["model"].items():
+        assert torch.equal(value, newest_checkpoint(moved)["model"][name]), name
     (report,) = moved.folder.history(0, ("memory",))
     assert report["moved_bytes"] > 0 and report["num_replans"] == 0
 
@@ -62,8 +55,8 @@ def test_every_strategy_comes_to_the_same_bits(runs: Path, sync: list[str]) -> N
 def test_blocks_that_are_computed_again_come_to_the_same_bits(runs: Path, sync: str) -> None:
     small = ["model=gpt", "data=text", "data.max_bytes=200000", "engine.global_batch_size=16", f"sync={sync}"]
     plain, again = _finish(*small), _finish(*small, "memory.policy=recompute")
-    for name, value in _weights(plain).items():
-        assert torch.equal(value, _weights(again)[name]), name
+    for name, value in newest_checkpoint(plain)["model"].items():
+        assert torch.equal(value, newest_checkpoint(again)["model"][name]), name
     (report,) = again.folder.history(0, ("memory",))
     assert report["num_recomputed"] > 0 and report["moved_bytes"] == 0
 

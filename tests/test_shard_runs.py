@@ -9,14 +9,12 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from support import until, until_step
-from torch import Tensor
+from support import newest_checkpoint, until, until_step
 
 import labkit
 from labkit.config import DigitsConfig
 from labkit.data.shards import WriteOptions, read_index, write_shards
 from labkit.data.shards.sources import MapSource
-from labkit.engine import checkpoint
 from labkit.launch import Run
 from labkit.runfolder import RunState
 from labkit.tasks import load_data
@@ -57,15 +55,9 @@ def _finish(shards: Path, *overrides: str) -> Run:
     return run
 
 
-def _weights(run: Run) -> dict[str, Tensor]:
-    newest = max(run.folder.checkpoints_dir.glob("step*.pt"))
-    found: dict[str, Tensor] = checkpoint.read_checkpoint(newest.read_bytes(), "it")["model"]
-    return found
-
-
 def _assert_equal(one: Run, other: Run) -> None:
-    for name, value in _weights(one).items():
-        torch.testing.assert_close(value, _weights(other)[name], rtol=1e-9, atol=1e-12)
+    for name, value in newest_checkpoint(one)["model"].items():
+        torch.testing.assert_close(value, newest_checkpoint(other)["model"][name], rtol=1e-9, atol=1e-12)
 
 
 def _notes(run: Run) -> str:
