@@ -416,7 +416,7 @@ def test_a_stopped_run_goes_on_and_applies_every_sample_once(runs: Path) -> None
     assert steps == sorted(set(steps)) and steps[-1] == 72
     assert read_series(again).line("train/loss").steps == steps
     assert (
-        sum(read_series(again).staleness.values()) >= _newest(again)["ledger"]["version"]
+        sum(read_series(again).staleness.values()) >= newest_checkpoint(again)["ledger"]["version"]
     )  # several make one
 
 
