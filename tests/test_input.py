@@ -27,6 +27,7 @@ PICTURES = "labkit.tasks.pictures:build"
 SMALL: dict[str, Any] = {
     "source": PICTURES,
     "source_options": {"num_rows": 600, "shape": [3, 8, 8]},
+    "shards": ["64KiB"],
     "extents": ["8KiB", "4KiB"],
     "windows": ["64KiB", "16KiB"],
     "readers": [2],
@@ -154,8 +155,9 @@ def test_how_fast_shards_are_read(tmp_path: Path) -> None:
 
 def test_a_study_changes_one_thing_at_a_time() -> None:
     study = Study.from_parameters({"name": "input", **SMALL})
-    own = Setting(8 * KIB, 64 * KIB, 2)
-    assert study.settings == (own, Setting(4 * KIB, 64 * KIB, 2), Setting(8 * KIB, 16 * KIB, 2))
+    own = Setting(64 * KIB, 8 * KIB, 64 * KIB, 2)
+    others = (Setting(64 * KIB, 4 * KIB, 64 * KIB, 2), Setting(64 * KIB, 8 * KIB, 16 * KIB, 2))
+    assert study.settings == (own, *others)
     data = study.config(own).data
     assert isinstance(data, ShardsConfig) and data.window == 64 * KIB
 
@@ -166,6 +168,7 @@ def test_a_study_changes_one_thing_at_a_time() -> None:
         ({"windows": []}, "windows must have at least one entry"),
         ({"extents": ["big"]}, "extents: size must be a number of bytes"),
         ({"modell": "mlp"}, "modell"),
+        ({"shards": ["4KiB"]}, "shards must be at least as large as extents"),
     ],
 )
 def test_a_study_refuses_what_makes_no_sense(change: dict[str, Any], message: str) -> None:
@@ -175,7 +178,7 @@ def test_a_study_refuses_what_makes_no_sense(change: dict[str, Any], message: st
 
 def _result(disk: float, decode: float, model: float, wait: float) -> Result:
     found = Measured(disk, disk, disk, decode, 1.0, 1.0)
-    return Result({Setting(1, 1, 1): found}, model, wait, 0.5, {0: wait}, "key")
+    return Result({Setting(1, 1, 1, 1): found}, model, wait, 0.5, {0: wait}, "key")
 
 
 @pytest.mark.parametrize(

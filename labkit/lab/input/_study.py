@@ -6,7 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from labkit.lab.run_all import run_one
 from labkit.runfolder import runs_root, write_atomically
 
 AIM_OF_WAIT = 0.02
-_OWN = ("source", "source_options", "extents", "windows", "readers")
+_OWN = ("source", "source_options", "shards", "extents", "windows", "readers")
 
 
 @dataclass(frozen=True)
@@ -27,18 +27,21 @@ class Setting:
     """One way to write and read.
 
     Attributes:
+        shard_bytes: Of one file, at the most.
         extent_bytes: Of one request.
         window_bytes: That rows are drawn from.
         num_readers: Requests under way at once.
     """
 
+    shard_bytes: int
     extent_bytes: int
     window_bytes: int
     num_readers: int
 
     def __str__(self) -> str:
-        extent, window = format_bytes(self.extent_bytes), format_bytes(self.window_bytes)
-        return f"extents of {extent}, window of {window}, {self.num_readers} readers"
+        sizes = (self.shard_bytes, self.extent_bytes, self.window_bytes)
+        shard, extent, window = (format_bytes(size) for size in sizes)
+        return f"shards of {shard}, extents of {extent}, window of {window}, {self.num_readers} readers"
 
 
 @dataclass(frozen=True)
@@ -103,8 +106,8 @@ class Study:
 
     @classmethod
     def from_parameters(cls, namespace: Mapping[str, Any]) -> "Study":
-        """From a notebook's parameters cell: `source`, `source_options`, and the lists `extents`, `windows`
-        and `readers`, whose first entries are the experiment's own; every other name as in
+        """From a notebook's parameters cell: `source`, `source_options`, and the lists `shards`, `extents`,
+        `windows` and `readers`, whose first entries are the experiment's own; every other name as in
         `labkit.from_parameters`.
 
         Raises:
@@ -115,26 +118,32 @@ class Study:
         quiet = {"engine.eval_every_steps": never, "engine.checkpoint_every_steps": never}
         base = from_parameters(others, defaults=quiet)
         sizes: dict[str, list[int]] = {}
-        for name in ("extents", "windows", "readers"):
+        for name in _OWN[2:]:
             if not namespace[name]:
                 raise ConfigError(f"{name} must have at least one entry, got none.")
             try:
                 sizes[name] = [int(parse_bytes(value)) for value in namespace[name]]
             except ValueError as error:
                 raise ConfigError(f"{name}: {error}") from None
-        first = Setting(*(sizes[name][0] for name in ("extents", "windows", "readers")))
-        settings = [first]
-        settings += [Setting(extent, first.window_bytes, first.num_readers) for extent in sizes["extents"]]
-        settings += [Setting(first.extent_bytes, window, first.num_readers) for window in sizes["windows"]]
-        settings += [Setting(first.extent_bytes, first.window_bytes, count) for count in sizes["readers"]]
+        own = Setting(sizes["shards"][0], sizes["extents"][0], sizes["windows"][0], sizes["readers"][0])
+        settings = [own]
+        settings += [replace(own, shard_bytes=size) for size in sizes["shards"]]
+        settings += [replace(own, extent_bytes=size) for size in sizes["extents"]]
+        settings += [replace(own, window_bytes=size) for size in sizes["windows"]]
+        settings += [replace(own, num_readers=count) for count in sizes["readers"]]
+        for setting in settings:
+            if setting.shard_bytes < setting.extent_bytes:
+                raise ConfigError(f"shards must be at least as large as extents, got {setting}.")
         found = tuple(dict.fromkeys(settings))
         return cls(base, str(namespace["source"]), dict(namespace["source_options"]), found)
 
-    def folder(self, extent_bytes: int) -> Path:
-        """Where shards of an extent size lie."""
+    def folder(self, setting: Setting) -> Path:
+        """Where shards of a setting's sizes lie."""
         what = json.dumps([self.source, dict(self.source_options)], sort_keys=True)
         digest = hashlib.blake2b(what.encode(), digest_size=4).hexdigest()
-        return runs_root() / self.base.name / "shards" / f"{digest}-{extent_bytes}"
+        return (
+            runs_root() / self.base.name / "shards" / f"{digest}-{setting.shard_bytes}-{setting.extent_bytes}"
+        )
 
     def write(self, say: Callable[[str], object] = print) -> None:
         """Write what is not there yet; rows stay as the source has them, so that mixing is left to reading.
@@ -142,18 +151,19 @@ class Study:
         Raises:
             LabkitError: the source can't be read, or there is no room.
         """
-        for extent_bytes in dict.fromkeys(setting.extent_bytes for setting in self.settings):
-            folder = self.folder(extent_bytes)
+        for folder, setting in {self.folder(setting): setting for setting in self.settings}.items():
             if all(self._is_written(folder / part) for part in ("train", "val")):
                 continue
             options = [f"--option={name}={json.dumps(value)}" for name, value in self.source_options.items()]
-            shard_bytes = max(16 * 2**20, extent_bytes)
-            sizes = [f"--extent-size={extent_bytes}", f"--shard-size={shard_bytes}", "--no-shuffle"]
+            sizes = [f"--extent-size={setting.extent_bytes}", f"--shard-size={setting.shard_bytes}"]
             command = [sys.executable, "-m", "labkit", "shards", "write", self.source, str(folder)]
-            done = subprocess.run([*command, *sizes, *options], capture_output=True, text=True)
+            done = subprocess.run(
+                [*command, "--no-shuffle", *sizes, *options], capture_output=True, text=True
+            )
             if done.returncode:
                 raise LabkitError((done.stderr.strip().splitlines() or ["writing failed"])[-1])
-            say(f"extents of {format_bytes(extent_bytes)}: {done.stdout.splitlines()[0]}")
+            extent = format_bytes(setting.extent_bytes)
+            say(f"extents of {extent}: {done.stdout.splitlines()[0]}")
 
     @staticmethod
     def _is_written(folder: Path) -> bool:
@@ -193,7 +203,7 @@ class Study:
         changes = {
             "data": {
                 "name": "shards",
-                "path": str(self.folder(setting.extent_bytes)),
+                "path": str(self.folder(setting)),
                 "window": setting.window_bytes,
                 "num_readers": setting.num_readers,
             }
@@ -203,7 +213,7 @@ class Study:
     def _measure(self) -> list[Measured]:
         batch_size = self.base.engine.global_batch_size
         wanted = [
-            {"path": str(self.folder(s.extent_bytes)), "window": s.window_bytes, "num_readers": s.num_readers}
+            {"path": str(self.folder(s)), "window": s.window_bytes, "num_readers": s.num_readers}
             for s in self.settings
         ]
         text = json.dumps([{**one, "batch_size": batch_size} for one in wanted])

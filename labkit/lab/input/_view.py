@@ -9,7 +9,12 @@ from labkit.lab.input._study import Result, Setting
 from labkit.lab.tables import Cell, Table
 
 _COLD, _WARM, _LINE = "#0072B2", "#D55E00", "#222222"
-_PANELS = (("extent_bytes", "extent"), ("window_bytes", "window"), ("num_readers", "readers"))
+_PANELS = (
+    ("shard_bytes", "shard"),
+    ("extent_bytes", "extent"),
+    ("window_bytes", "window"),
+    ("num_readers", "readers"),
+)
 
 
 def _varied(result: Result, name: str) -> list[Setting]:
@@ -26,9 +31,11 @@ def _label(name: str, setting: Setting) -> str:
 
 
 def rates(result: Result) -> go.Figure:
-    """Samples a second, cold and warm, over sizes of extents and windows and numbers of readers."""
+    """Samples a second, cold and warm, by the sizes of shards, extents, windows and by readers."""
     titles = [f"<b>{title}</b>" for _, title in _PANELS]
-    figure = make_subplots(rows=1, cols=3, shared_yaxes=True, horizontal_spacing=0.04, subplot_titles=titles)
+    figure = make_subplots(
+        rows=1, cols=len(_PANELS), shared_yaxes=True, horizontal_spacing=0.04, subplot_titles=titles
+    )
     for col, (name, title) in enumerate(_PANELS, start=1):
         settings = _varied(result, name)
         x = [_label(name, setting) for setting in settings]
@@ -101,6 +108,7 @@ def table(result: Result) -> Table:
     """All settings in numbers."""
     rows: list[tuple[Cell, ...]] = [
         (
+            format_bytes(s.shard_bytes),
             format_bytes(s.extent_bytes),
             format_bytes(s.window_bytes),
             s.num_readers,
@@ -114,7 +122,7 @@ def table(result: Result) -> Table:
         for s, m in result.measured.items()
     ]
     columns = (
-        "extent", "window", "readers", "cold (samples/s)", "warm", "disk alone", "decode alone",
+        "shard", "extent", "window", "readers", "cold (samples/s)", "warm", "disk alone", "decode alone",
         "class imbalance", "neighbours",
     )  # fmt: skip
     return Table("Input; mixing in multiples of a full shuffle's", columns, tuple(rows))
