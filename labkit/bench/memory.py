@@ -32,6 +32,7 @@ _RATE = 400 * _MIB  # bytes a second of the link, each way
 _BUDGET_SHARE = 0.6
 _STEPS = 6
 _REPEATS = 5
+_SEARCHES = 3
 _CAP_MIB = 64
 _FORK = multiprocessing.get_context("fork")
 
@@ -52,7 +53,7 @@ def measure(say: Callable[[str], None]) -> Report:
     report.add("vs_one_layer_prefetch_4", ratios(shared["one layer ahead"], shared["ours"]))
     report.add("contention_gain", ratios(shared["ours, solo rate"], shared["ours"]))
     with tempfile.TemporaryDirectory() as folder:
-        found = [_largest(folder, say) for _ in range(3)]
+        found = [_largest(folder, say) for _ in range(_SEARCHES)]
     report.add("batch_growth", [hybrid / plain for plain, hybrid in found], ">= 1.6")
     report.add("overhead_when_not_needed", _overhead(), "<= 1.02")
     report.notes.append(

@@ -19,6 +19,8 @@ def build_memory(config: ExperimentConfig, model: nn.Module) -> HybridMemory | N
     if not is_wanted or memory.policy == "keep":
         return None
     host_budget = memory.host_budget if memory.host_budget is not None else memory.device_budget
+    if memory.policy == "recompute":
+        host_budget = 0
     return HybridMemory(
         model,
         device_budget=memory.device_budget,

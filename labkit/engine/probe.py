@@ -27,7 +27,7 @@ from labkit.engine.memory import build_memory
 from labkit.engine.pace import pace_of, spread_over_backward
 from labkit.engine.random_state import seed_everything
 from labkit.errors import ConfigError
-from labkit.memory import is_out_of_memory
+from labkit.memory import Infeasible, is_out_of_memory
 from labkit.tasks import build_model, load_data
 
 MIN_ROUNDS = 6
@@ -126,8 +126,9 @@ class Probe:
     def _try(self, size: int) -> str | None:
         """Compute one batch; what went wrong when the memory is too small for it."""
         try:
-            self._compute(size)
-        except (RuntimeError, MemoryError) as error:
+            for _ in range(1 if self._memory is None else 2):  # once to be recorded, once as planned
+                self._compute(size)
+        except (RuntimeError, MemoryError, Infeasible) as error:
             text = next(iter(str(error).strip().splitlines()), type(error).__name__)
             if not is_out_of_memory(error):
                 raise ConfigError(

@@ -12,27 +12,31 @@ hooks, whatever the plan.
 """
 
 import contextlib
+import random
 import threading
 import time
+import types
 import weakref
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from labkit.errors import ConfigError
 from labkit.memory.adapter import Adapter, Copy, CpuAdapter, CudaAdapter
 from labkit.memory.arena import HostArena
-from labkit.memory.planner import Plan, make_plan
+from labkit.memory.planner import Infeasible, Plan, make_plan
 from labkit.memory.profile import Block, Decision, Link, Profile
 
 _WINDOW_SHARE = 8  # of the budget, or of what is saved
-_MOST_PLANS = 8
+_MOST_PLANS = 32
 
 
 @dataclass
@@ -128,7 +132,11 @@ class HybridMemory:
         self._link, self._asked_window = link, window_bytes
         self._window = window_bytes or 0
         self._lock = threading.RLock()
-        # By the first block's size: the last batch of an epoch is smaller, and has a plan of its own.
+        # What blocks leave behind: their end may come at any moment, on any thread, in the middle of
+        # anything, so they only say so, and whoever comes next clears up.
+        self._dead: deque[_Remains] = deque()
+        self._infeasible: dict[int, tuple[int, int]] = {}
+        # By the size of the first tensor: the last batch of an epoch is smaller, and has a plan of its own.
         self._known: OrderedDict[int, _Known] = OrderedDict()
         self._plan: Plan | None = None
         self._step: _Step | None = None
@@ -140,8 +148,10 @@ class HybridMemory:
         self._is_recomputing = False
         self._segments = list(find_segments(model) if segments is None else segments)
         if policy in ("auto", "recompute"):
+            self._segments = [module for module in self._segments if "forward" not in module.__dict__]
             for module in self._segments:
-                module.forward = _wrapped(self, module)
+                _OWNERS[module] = self
+                module.forward = types.MethodType(_segment_forward, module)
 
     @property
     def plan(self) -> Plan | None:
@@ -173,7 +183,7 @@ class HybridMemory:
 
     def _begin(self) -> None:
         """What the last step showed decides about this one."""
-        last = self._step
+        last, self._step = self._step, None
         if last is not None and last.record is not None:
             self._take_record(last.record)
         elif last is not None and last.is_off_plan:
@@ -194,7 +204,14 @@ class HybridMemory:
         allowed = wanted.get(self._policy, list(Decision))
         if not self._arena.size_bytes:
             allowed = [what for what in allowed if what is not Decision.OFFLOAD] or [Decision.KEEP]
-        plan = make_plan(
+        try:
+            self._remember(profile, self._make_plan(profile, budget, allowed), record)
+        except Infeasible as error:
+            # Said when such a step comes again; the error itself would keep its frames alive.
+            self._infeasible[record.first_bytes] = (error.budget_bytes, error.peak_bytes)
+
+    def _make_plan(self, profile: Profile, budget: int | None, allowed: list[Decision]) -> Plan:
+        return make_plan(
             profile,
             self._link or self._measure_link(),
             budget_bytes=budget,
@@ -203,7 +220,6 @@ class HybridMemory:
             allowed=allowed,
             reserved_bytes=self._reserved_bytes,
         )
-        self._remember(profile, plan, record)
 
     def _remember(self, profile: Profile, plan: Plan, record: "_Record") -> None:
         order = sorted(range(len(profile.blocks)), key=lambda index: profile.blocks[index].needed_s)
@@ -243,11 +259,36 @@ class HybridMemory:
         """End the copying threads and let go of host memory; graphs of earlier steps must be gone."""
         self._step = None
         for module in self._segments:
-            module.__dict__.pop("forward", None)
+            if _OWNERS.get(module) is self:
+                del _OWNERS[module]
+                module.__dict__.pop("forward", None)
+        self.settle()
         self._adapter.close()
         self._arena.close()
 
     # --- for handles -------------------------------------------------------------------------------------
+
+    def _bury(self, *, is_waiting: bool = False) -> None:
+        """Take back what blocks that are gone have left, as soon as its copies are done."""
+        for _ in range(len(self._dead)):
+            remains = self._dead.popleft()
+            if remains.is_counted:
+                self._live_bytes -= remains.size_bytes
+                remains.is_counted = False
+            if remains.step is not None:
+                remains.step._waiting_bytes -= remains.size_bytes
+                remains.step = None
+            while is_waiting and not remains.is_done():
+                time.sleep(20e-6)
+            if not remains.is_done():
+                self._dead.append(remains)
+            elif remains.host is not None:
+                self._arena.give_back(remains.host)
+
+    def settle(self) -> None:
+        """Take back the host memory of all graphs that are gone."""
+        with self._lock:
+            self._bury(is_waiting=True)
 
     def _count(self, size_bytes: int) -> None:
         self._live_bytes += size_bytes
@@ -281,19 +322,19 @@ def find_segments(model: nn.Module) -> list[nn.Module]:
     return found
 
 
-def _wrapped(memory: HybridMemory, module: nn.Module) -> Callable[..., Any]:
-    """A segment's forward pass: noted while a step is recorded, and computed again where the plan says so."""
-    original = module.forward
-    known = weakref.ref(memory)
+_OWNERS: "weakref.WeakKeyDictionary[nn.Module, HybridMemory]" = weakref.WeakKeyDictionary()
 
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        here = known()
-        step = here._active if here is not None and not here._is_recomputing else None
-        if step is None or step.segment >= 0 or not torch.is_grad_enabled():
-            return original(*args, **kwargs)
-        return step.run_segment(module, original, args, kwargs)
 
-    return forward
+def _segment_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """A segment's forward pass: noted while a step is recorded, computed again where the plan says so.
+
+    Bound to its module, so that a copy of the model computes with the copy's parameters.
+    """
+    memory = _OWNERS.get(self)
+    step = memory._active if memory is not None and not memory._is_recomputing else None
+    if step is None or step.segment >= 0 or not torch.is_grad_enabled():
+        return type(self).forward(self, *args, **kwargs)
+    return step.run_segment(self, args, kwargs)
 
 
 @contextlib.contextmanager
@@ -301,20 +342,37 @@ def _again(memory: HybridMemory, module: nn.Module) -> Iterator[None]:
     """Compute again without counting batch statistics twice."""
     norms = [m for m in module.modules() if isinstance(m, nn.modules.batchnorm._NormBase)]
     momenta = [norm.momentum for norm in norms]
+    counts = [None if n.num_batches_tracked is None else n.num_batches_tracked.clone() for n in norms]
     for norm in norms:
         norm.momentum = 0.0  # (1 - 0) x + 0 y is x to the bit
-        if norm.num_batches_tracked is not None:
-            norm.num_batches_tracked.sub_(1)
     memory._is_recomputing = True
     try:
         yield
     finally:
         memory._is_recomputing = False
-        for norm, momentum in zip(norms, momenta, strict=True):
+        for norm, momentum, count in zip(norms, momenta, counts, strict=True):
             norm.momentum = momentum
+            if count is not None and norm.num_batches_tracked is not None:
+                norm.num_batches_tracked.copy_(count)
 
 
 _Key = tuple[int, int]  # segment, or -1, and which block of it
+_RESULT: _Key = (-2, 0)
+
+
+@dataclass
+class _Remains:
+    """What a block that is gone has left."""
+
+    host: Tensor | None
+    copies: tuple[Copy | None, ...]
+    size_bytes: int
+    is_counted: bool
+    data: Tensor | None  # a copy may still read it
+    step: "_Step | None"  # that waited for it to come back
+
+    def is_done(self) -> bool:
+        return all(copy is None or copy.is_done() for copy in self.copies)
 
 
 @dataclass(frozen=True)
@@ -336,6 +394,57 @@ class _Known:
     again: frozenset[int]
 
 
+class _Watch:
+    """Whether a segment would come to the same, computed again: nothing that it depends on may change."""
+
+    def __init__(
+        self,
+        step: "_Step",
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        tensors: Sequence[Tensor],
+    ) -> None:
+        self._module, self._adapter = module, step.memory._adapter
+        leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        self.is_repeatable = len(leaves) == len(tensors)  # those inside of lists are not looked after
+        self._inputs = [(_witness(tensor), tensor._version) for tensor in tensors]
+        self._states = self._state()
+        kept = {key[0] for key, known in step._blocks.items() if (b := known()) is not None and b.key[0] < 0}
+        storages = {StorageWeakRef(t.untyped_storage()).cdata: t.untyped_storage().nbytes() for t in tensors}
+        self.boundary_bytes = sum(size for cdata, size in storages.items() if cdata not in kept)
+        self._began_at = self._adapter.now()
+        self.seconds = 0.0
+
+    def _state(self) -> list[Any]:
+        """Versions of buffers, but for batch statistics, and random streams that are not torch's."""
+        norms = {
+            id(buffer)
+            for norm in self._module.modules()
+            if isinstance(norm, nn.modules.batchnorm._NormBase)
+            for buffer in norm.buffers()
+        }
+        versions = [buffer._version for buffer in self._module.buffers() if id(buffer) not in norms]
+        numpy_state = np.random.get_state(legacy=False)
+        return [versions, random.getstate(), str(numpy_state)]
+
+    def end(self) -> None:
+        """The segment has been computed."""
+        self.seconds = self._adapter.now() - self._began_at
+        self.is_repeatable = self.is_repeatable and self._states == self._state()
+
+    def is_still_repeatable(self) -> bool:
+        """After the backward pass: what went in is still as it was."""
+        return self.is_repeatable and all(witness._version == version for witness, version in self._inputs)
+
+
+def _witness(tensor: Tensor) -> Tensor:
+    """Shares the version of a tensor without its memory."""
+    witness = tensor.detach()
+    witness.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return witness
+
+
 class _Record:
     """When things were saved and needed in a step without a plan, in seconds of compute."""
 
@@ -349,8 +458,7 @@ class _Record:
         self._saved_s: list[float] = []
         self._needed_s: dict[_Key, float] = {}
         self._last_s = 0.0
-        self._segment_s: list[float] = []
-        self._boundary_bytes: list[int] = []
+        self._segments: list[_Watch] = []
 
     def _now(self) -> float:
         """Since the step began, without what it waited for copies."""
@@ -366,23 +474,31 @@ class _Record:
         self._last_s = self._now()
         self._needed_s.setdefault(key, self._last_s)
 
-    def segment(self, seconds: float, boundary_bytes: int) -> None:
-        self._segment_s.append(seconds)
-        self._boundary_bytes.append(boundary_bytes)
+    def segment(self, watch: _Watch) -> None:
+        self._segments.append(watch)
 
     def profile(self) -> Profile | None:
         if not self._needed_s:
             return None
         last = self._last_s
+        is_repeatable = [watch.is_still_repeatable() for watch in self._segments]
         blocks = [
             # What the backward pass never asked for is needed at its end: it only ever takes up memory.
-            Block(size, saved, self._needed_s.get(key, last), key[0], is_movable)
+            Block(
+                size,
+                saved,
+                self._needed_s.get(key, last),
+                key[0] if 0 <= key[0] < len(is_repeatable) and is_repeatable[key[0]] else -1,
+                is_movable,
+            )
             for key, size, saved, is_movable in zip(
                 self.keys, self._sizes, self._saved_s, self._is_movable, strict=True
             )
         ]
         forward_s = min(self._needed_s.values())
-        return Profile(tuple(blocks), forward_s, last, tuple(self._segment_s), tuple(self._boundary_bytes))
+        seconds = tuple(watch.seconds for watch in self._segments)
+        boundary_bytes = tuple(watch.boundary_bytes for watch in self._segments)
+        return Profile(tuple(blocks), forward_s, last, seconds, boundary_bytes)
 
 
 class _Step:
@@ -399,6 +515,8 @@ class _Step:
         self._num_segments = 0
         self._num_blocks: Counter[int] = Counter()  # of each segment
         self._is_begun = False
+        # Results of segments that are computed again, with what keeps their addresses theirs.
+        self._results: dict[tuple[int, int], StorageWeakRef] = {}
         self.is_off_plan = False
         # By weak references: a block belongs to the handles that autograd keeps, and goes with them.
         self._leaving: deque[tuple[weakref.ref[_Saved], int]] = deque()
@@ -415,11 +533,11 @@ class _Step:
         """Called for every saved tensor."""
         memory = self.memory
         with memory._lock:
+            memory._bury()
             memory.totals.num_saved += 1
             if not _is_manageable(tensor, memory):
                 return _Kept(tensor)
-            storage = tensor.untyped_storage()
-            key = (StorageWeakRef(storage).cdata, tensor._version)
+            key = self._identity_of(tensor)
             known = self._blocks.get(key)
             saved = known() if known is not None else None
             if saved is not None:
@@ -432,13 +550,19 @@ class _Step:
     def _save(self, tensor: Tensor) -> "_Saved":
         memory = self.memory
         size_bytes = tensor.untyped_storage().nbytes()
-        self._begin(size_bytes)
+        self._begin(tensor.numel() * tensor.element_size())
+        self._reap()
+        if self._identity_of(tensor) in self._results:
+            return _Saved(
+                self, _RESULT, tensor
+            )  # of a segment that is computed again: it stays, as what went in
         key = (self.segment, self._num_blocks[self.segment])
         self._num_blocks[self.segment] += 1
         memory.totals.saved_bytes += size_bytes
         saved = _Saved(self, key, tensor)
         self._by_key[key] = weakref.ref(saved)
-        is_movable = size_bytes >= memory._min_bytes
+        is_sparse = size_bytes > 2 * tensor.numel() * tensor.element_size()  # much would move for little
+        is_movable = size_bytes >= memory._min_bytes and not is_sparse
         if self._known is None:
             self._own_record.saved(key, size_bytes, is_movable)
             if is_movable:
@@ -448,10 +572,20 @@ class _Step:
         if self.segment in self._known.again:  # what goes into it; what it saves is not seen here
             return saved
         if self._known.sizes.get(key) != size_bytes:
-            self.is_off_plan = True  # another graph: the rest of it stays, and is recorded next time
-        if not self.is_off_plan and self._known.decisions[key] is Decision.OFFLOAD and is_movable:
+            self.is_off_plan = (
+                True  # another graph: it moves what it has no room for, and is recorded next time
+            )
+        if self.is_off_plan:
+            if is_movable:
+                self._resident.append(weakref.ref(saved))
+            self._make_room()
+        elif self._known.decisions[key] is Decision.OFFLOAD and is_movable:
             self._offload(saved)
         return saved
+
+    @staticmethod
+    def _identity_of(tensor: Tensor) -> tuple[int, int]:
+        return StorageWeakRef(tensor.untyped_storage()).cdata, tensor._version
 
     def _make_room(self) -> None:
         """While nothing is planned yet: move what was saved first as soon as the budget is used up."""
@@ -472,39 +606,63 @@ class _Step:
             return
         self._is_begun = True
         self.first_bytes = self._own_record.first_bytes = first_bytes
+        if first_bytes in self.memory._infeasible:
+            raise Infeasible(*self.memory._infeasible[first_bytes])
         self._known = self.memory._known.get(first_bytes)
         if self._known is None:
             self.record = self._own_record
             return
+        self.memory._known.move_to_end(first_bytes)
         self.memory._plan = self._known.plan
         self._coming = deque(self._known.needed_order if self.memory._is_prefetching else ())
 
-    def run_segment(self, module: nn.Module, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def run_segment(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A part of the model that may be computed again."""
         memory = self.memory
         tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
-        self._begin(tensors[0].untyped_storage().nbytes() if tensors else 0)
+        self._begin(tensors[0].numel() * tensors[0].element_size() if tensors else 0)
         index = self._num_segments
         self._num_segments += 1
         self.segment = index
-        began_at = memory._adapter.now() if self.record is not None else 0.0
+        watch = None if self.record is None else _Watch(self, module, args, kwargs, tensors)
         try:
             if self._known is not None and index in self._known.again and not self.is_off_plan:
                 memory.totals.num_recomputed += 1
-                contexts = lambda: (contextlib.nullcontext(), _again(memory, module))  # noqa: E731
-                return checkpoint(function, *args, use_reentrant=False, context_fn=contexts, **kwargs)
-            found = function(*args, **kwargs)
+                found = self._run_to_repeat(module, args, kwargs)
+                for leaf in tree_leaves(found):
+                    if isinstance(leaf, Tensor):
+                        weak = StorageWeakRef(leaf.untyped_storage())
+                        self._results[weak.cdata, leaf._version] = weak
+                return found
+            found = type(module).forward(module, *args, **kwargs)
         finally:
             self.segment = -1
-        if self.record is not None:
-            storages = [tensor.untyped_storage() for tensor in tensors]
-            sizes = {storage.data_ptr(): storage.nbytes() for storage in storages}
-            self.record.segment(memory._adapter.now() - began_at, sum(sizes.values()))
+        if watch is not None and self.record is not None:
+            watch.end()
+            self.record.segment(watch)
         return found
+
+    def _run_to_repeat(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Compute now, and once more when the backward pass comes here.
+
+        All goes in by position: `checkpoint` has keywords of its own, and looks after no others.
+        """
+        names, count = tuple(kwargs), len(args)
+
+        def run(*values: Any) -> Any:
+            return type(module).forward(
+                module, *values[:count], **dict(zip(names, values[count:], strict=True))
+            )
+
+        contexts = lambda: (contextlib.nullcontext(), _again(self.memory, module))  # noqa: E731
+        return checkpoint(run, *args, *kwargs.values(), use_reentrant=False, context_fn=contexts)
 
     def _offload(self, saved: "_Saved") -> None:
         memory = self.memory
         host = memory._arena.take(saved.size_bytes)
+        if host is None and memory._dead:
+            memory._bury(is_waiting=True)
+            host = memory._arena.take(saved.size_bytes)
         if host is None:
             memory.totals.refused_bytes += saved.size_bytes
             return
@@ -594,9 +752,7 @@ class _Handle:
         self._dtype = tensor.dtype
         self._place = (int(tensor.storage_offset()), tensor.size(), tensor.stride())
         self._version = tensor._version
-        # Shares the version of the original without its memory.
-        self._witness = tensor.detach()
-        self._witness.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        self._witness = _witness(tensor)
 
     def get(self) -> Tensor:
         _check_version(self._witness, self._version)
@@ -686,6 +842,7 @@ class _Saved:
     def view(self, dtype: torch.dtype, offset: int, size: torch.Size, stride: tuple[int, ...]) -> Tensor:
         memory = self._step.memory
         with memory._lock:
+            memory._bury()
             self._step.needed(self)
             if self._bytes is None:
                 self.come_back()
@@ -699,17 +856,18 @@ class _Saved:
             return whole.set_(self._bytes.untyped_storage(), offset, size, stride)
 
     def __del__(self) -> None:
-        step = self._step
-        memory = step.memory
-        with memory._lock:
-            step.no_longer_waiting(self)
-            if self._is_counted:
-                memory._live_bytes -= self.size_bytes
-            if self._host is not None:
-                for copy in (self._out, self._in):
-                    while copy is not None and not copy.is_done():
-                        time.sleep(20e-6)
-                memory._arena.give_back(self._host)
+        step, copies = self._step, (self._out, self._in)
+        is_moving = any(copy is not None and not copy.is_done() for copy in copies)
+        step.memory._dead.append(
+            _Remains(
+                self._host,
+                copies,
+                self.size_bytes,
+                self._is_counted,
+                self._bytes if is_moving else None,
+                step if self.is_waited_for else None,
+            )
+        )
 
 
 def _all_bytes(tensor: Tensor) -> Tensor:
@@ -724,7 +882,7 @@ def _is_manageable(tensor: Tensor, memory: HybridMemory) -> bool:
         return False
     if tensor.is_conj() or tensor.is_neg() or tensor.is_quantized or tensor.numel() == 0:
         return False
-    if tensor.device.type != memory._adapter.device.type:
+    if tensor.device != memory._adapter.device:
         return False
     storage = tensor.untyped_storage()
     # By storage: a layer saves its weight as a transposed view, which is no parameter.

@@ -22,10 +22,13 @@ class Infeasible(ConfigError):
     """No plan fits the budget; `missing_bytes` says by how much.
 
     Attributes:
+        budget_bytes: What there is.
+        peak_bytes: What the best plan needs.
         missing_bytes: Bytes that the best plan is above the budget.
     """
 
     def __init__(self, budget_bytes: int, peak_bytes: int) -> None:
+        self.budget_bytes, self.peak_bytes = budget_bytes, peak_bytes
         self.missing_bytes = peak_bytes - budget_bytes
         super().__init__(
             f"memory.device_budget must be at least {peak_bytes} bytes for this batch, got {budget_bytes}: "

@@ -6,11 +6,12 @@ from collections.abc import Callable
 import torch
 
 from labkit.errors import ConfigError
+from labkit.memory.planner import Infeasible
 
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether a device or the machine had too little memory, of all faults that look alike."""
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError, Infeasible)):
         return True
     text = str(error).lower()
     return any(words in text for words in ("out of memory", "not enough memory", "can't allocate memory"))
@@ -26,7 +27,7 @@ def fits_in_memory(attempt: Callable[[], object], clear: Callable[[], object] = 
     """
     try:
         attempt()
-    except (RuntimeError, MemoryError) as error:
+    except (RuntimeError, MemoryError, Infeasible) as error:
         if not is_out_of_memory(error):
             raise
         error.__traceback__ = None  # its frames hold what filled the memory

@@ -123,12 +123,13 @@ def simulate(profile: Profile, plan: Sequence[Decision], link: Link, window_byte
         now = block.needed_s + late
         if plan[index] is Decision.RECOMPUTE and block.segment not in done:
             done.add(block.segment)
+            for other, what in zip(blocks, plan, strict=True):  # all of it is there before any is used
+                if what is Decision.RECOMPUTE and other.segment == block.segment:
+                    ledger.add(now, other.size_bytes)
             recompute_s += profile.recompute_s[block.segment]
             late += profile.recompute_s[block.segment]
             now = block.needed_s + late
-        if plan[index] is Decision.RECOMPUTE:
-            ledger.add(now - profile.recompute_s[block.segment], block.size_bytes)
-        elif plan[index] is Decision.OFFLOAD:
+        if plan[index] is Decision.OFFLOAD:
             stall = max(0.0, there_at[index] - now)
             stalls[index] += stall
             late += stall
