@@ -160,6 +160,11 @@ def _folders(machines: list["subprocess.Popen[str]"]) -> list[RunFolder]:
     return found
 
 
+def _finish(machines: list["subprocess.Popen[str]"]) -> None:
+    outputs = [process.communicate(timeout=WAIT_S) for process in machines]
+    assert [process.returncode for process in machines] == [0, 0], outputs
+
+
 def _assert_whole(folder: RunFolder) -> None:
     """The run got to its end, and every sample was applied once in every epoch."""
     status = folder.read_status()
@@ -177,8 +182,7 @@ def test_groups_of_two_machines_lose_a_worker_and_train_to_the_end(
     folders = _folders(machines)
     until_step(Run(folders[0]), 7)
     os.kill(int(folders[1].alive_file(3).read_text()), signal.SIGKILL)
-    outputs = [process.communicate(timeout=WAIT_S) for process in machines]
-    assert [process.returncode for process in machines] == [0, 0], outputs
+    _finish(machines)
     _assert_whole(folders[0])
     assert folders[1].read_status().state is RunState.FINISHED
     said = "group 1 starts again: worker 3 on node1 was killed by SIGKILL"
@@ -214,8 +218,7 @@ def test_a_group_that_is_given_up_is_given_up_on_all_machines(
     folders = _folders(machines)
     until_step(Run(folders[0]), 7)
     os.kill(int(folders[1].alive_file(3).read_text()), signal.SIGKILL)
-    outputs = [process.communicate(timeout=WAIT_S) for process in machines]
-    assert [process.returncode for process in machines] == [0, 0], outputs
+    _finish(machines)
     _assert_whole(folders[0])
     assert all("group 1 is given up" in folder.supervisor_log.read_text() for folder in folders)
 

@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from labkit.bench.memory import memory_limit, return_freed_memory
 from labkit.errors import ConfigError
 from labkit.launch.forked import WorkerFailed, run_workers
 from labkit.memory import (
@@ -1050,11 +1051,7 @@ def test_other_faults_are_no_lack_of_memory() -> None:
 
 def _capped_search(comm: Any, caps_mib: list[int], is_hybrid: bool, tier: str) -> tuple[int, bool]:
     """What a worker with a memory limit finds; and whether training at it gives what it gives without."""
-    import ctypes
-    import resource
-
-    for option in (-3, -1):  # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD: what is freed goes back to the system
-        ctypes.CDLL(None).mallopt(option, 65536)
+    return_freed_memory()
     torch.manual_seed(0)
     model = _deep(256)
     optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)
@@ -1068,13 +1065,6 @@ def _capped_search(comm: Any, caps_mib: list[int], is_hybrid: bool, tier: str) -
             window_bytes=2 * MIB,
             link=FAST,
         )
-    data = next(
-        int(line.split()[1])
-        for line in Path("/proc/self/status").read_text().splitlines()
-        if line.startswith("VmData")
-    )
-    limit = data * 1024 + caps_mib[comm.rank] * MIB
-    resource.setrlimit(resource.RLIMIT_DATA, (limit, resource.getrlimit(resource.RLIMIT_DATA)[1]))
 
     def attempt(size: int) -> None:
         for _ in range(3):  # recorded, planned, moved
@@ -1094,8 +1084,8 @@ def _capped_search(comm: Any, caps_mib: list[int], is_hybrid: bool, tier: str) -
     def fits(size: int) -> bool:
         return fits_in_memory(lambda: attempt(size), lambda: optimizer.zero_grad())
 
-    found = find_max_batch(fits, most=1 << 15, vote=vote, resolution=0.05)
-    resource.setrlimit(resource.RLIMIT_DATA, (resource.RLIM_INFINITY,) * 2)
+    with memory_limit(caps_mib[comm.rank] * MIB):
+        found = find_max_batch(fits, most=1 << 15, vote=vote, resolution=0.05)
     if memory is not None:
         gc.collect()
         memory.settle()

@@ -31,6 +31,7 @@ from labkit.data.shards.write import write_shards
 from labkit.engine.feed import Feed, Piece
 from labkit.errors import LabkitError
 from labkit.runfolder import RunFolder, runs_root
+from labkit.tasks.read_speed import plain_rate
 from labkit.tasks.shards import ShardSamples
 
 _SHAPE = (3, 32, 32)
@@ -221,16 +222,7 @@ def _rate(batches: Iterable[int]) -> float:
 
 def _read_plainly(folder: Path) -> float:
     index = read_index(_train(folder))
-
-    def read() -> Iterator[int]:
-        buffer = bytearray(2**20)
-        for path, shard in zip(_files(folder, index), index.shards, strict=True):
-            with open(path, "rb", buffering=0) as file:
-                while file.readinto(buffer):
-                    pass
-            yield shard.rows
-
-    return _rate(read())
+    return plain_rate(index, _files(folder, index))
 
 
 def _copy_memory(folder: Path) -> float:

@@ -7,12 +7,11 @@ that two cores tell about scheduling and not about themselves. The largest batch
 import contextlib
 import ctypes
 import gc
-import multiprocessing
 import resource
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from labkit.bench.harness import Report, interleave, ratios
 from labkit.comm import Communicator
 from labkit.launch.forked import run_workers
 from labkit.memory import HybridMemory, Link, find_max_batch, fits_in_memory
-from labkit.memory.adapter import CpuAdapter
+from labkit.memory.adapter import CpuAdapter, Pace
 
 _MIB = 2**20
 _SIZES_MIB = (16, 16, 12, 12, 8, 8, 6, 6, 4, 4, 2, 2)  # as of a convolutional network: large at first
@@ -34,7 +33,6 @@ _STEPS = 6
 _REPEATS = 5
 _SEARCHES = 3
 _CAP_MIB = 64
-_FORK = multiprocessing.get_context("fork")
 
 
 def measure(say: Callable[[str], None]) -> Report:
@@ -92,21 +90,6 @@ def _forward(x: Tensor) -> Tensor:
     return x.sum()
 
 
-class _SharedPace:
-    """One link for all workers: each copy waits for those before it, whoever asked for them."""
-
-    def __init__(self) -> None:
-        self._free_at = {direction: _FORK.Value("d", 0.0) for direction in ("out", "in")}
-
-    def __call__(self, size_bytes: int, direction: str) -> None:
-        free_at = self._free_at[direction]
-        with free_at.get_lock():
-            now = time.monotonic()
-            end = max(now, free_at.value) + size_bytes / _RATE
-            free_at.value = end
-        time.sleep(max(0.0, end - now))
-
-
 class _InstantAdapter(CpuAdapter):
     """Copies cost nothing but the link's time, as they do where another engine does them."""
 
@@ -121,7 +104,7 @@ _last: dict[str, float] = {}
 
 def _side(name: str, num_workers: int, say: Callable[[str], None]) -> Callable[[], float]:
     def once() -> float:
-        found = run_workers(_train, num_workers, name, _SharedPace())
+        found = run_workers(_train, num_workers, name, Pace(_RATE, _RATE))
         if name == "ours" and num_workers == 1:
             _last.update(found[0])
         seconds = max(one["step_s"] for one in found)
@@ -131,7 +114,7 @@ def _side(name: str, num_workers: int, say: Callable[[str], None]) -> Callable[[
     return once
 
 
-def _train(comm: Communicator, name: str, pace: _SharedPace) -> dict[str, float]:
+def _train(comm: Communicator, name: str, pace: Pace) -> dict[str, float]:
     share = 1 if name.endswith("solo rate") else comm.world_size
     total = sum(_SIZES_MIB) * _MIB
     memory = HybridMemory(
@@ -188,9 +171,27 @@ def _largest(folder: str, say: Callable[[str], None]) -> tuple[int, int]:
     return plain, hybrid
 
 
-def _search(comm: Communicator, is_hybrid: bool, folder: str) -> int:
-    for option in (-3, -1):  # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD: what is freed goes back to the system
+def return_freed_memory() -> None:
+    """Have the C library give back at once what is freed (glibc)."""
+    for option in (-3, -1):  # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD
         ctypes.CDLL(None).mallopt(option, 65536)
+
+
+@contextlib.contextmanager
+def memory_limit(more_bytes: int) -> Iterator[None]:
+    """Let this process have no more private memory than it has and some bytes (Linux)."""
+    status = Path("/proc/self/status").read_text().splitlines()
+    used = 1024 * next(int(line.split()[1]) for line in status if line.startswith("VmData"))
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (used + more_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, before)
+
+
+def _search(comm: Communicator, is_hybrid: bool, folder: str) -> int:
+    return_freed_memory()
     width = 256
     model = nn.Sequential(*(part for _ in range(12) for part in (nn.Linear(width, width), nn.Tanh())))
     optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)
@@ -199,10 +200,6 @@ def _search(comm: Communicator, is_hybrid: bool, folder: str) -> int:
         memory = HybridMemory(
             model, policy="offload", host_budget=512 * _MIB, tier=f"mmap:{folder}", window_bytes=4 * _MIB
         )
-    status = Path("/proc/self/status").read_text().splitlines()
-    used = 1024 * next(int(line.split()[1]) for line in status if line.startswith("VmData"))
-    limit = used + _CAP_MIB * _MIB
-    resource.setrlimit(resource.RLIMIT_DATA, (limit, resource.getrlimit(resource.RLIMIT_DATA)[1]))
 
     def attempt(size: int) -> None:
         for _ in range(3):  # recorded, planned, moved
@@ -214,10 +211,12 @@ def _search(comm: Communicator, is_hybrid: bool, folder: str) -> int:
             optimizer.zero_grad()
             del loss
 
-    found = find_max_batch(
-        lambda size: fits_in_memory(lambda: attempt(size), optimizer.zero_grad), most=2**15, resolution=0.03
-    )
-    resource.setrlimit(resource.RLIMIT_DATA, (resource.RLIM_INFINITY,) * 2)
+    with memory_limit(_CAP_MIB * _MIB):
+        found = find_max_batch(
+            lambda size: fits_in_memory(lambda: attempt(size), optimizer.zero_grad),
+            most=2**15,
+            resolution=0.03,
+        )
     if memory is not None:
         gc.collect()
         memory.close()

@@ -199,9 +199,7 @@ def show(folder: str, window: str, batch: int, is_json: bool) -> None:
     found = {}
     for path in _folders(folder):
         index = read_index(path)
-        order = WindowShuffle(
-            [e.rows for _, e in index.extents], index.extent_bytes.tolist(), _size("--window", window), 0
-        )
+        order = WindowShuffle(index.extent_rows, index.extent_bytes, _size("--window", window), 0)
         quality = shuffle_quality(order, batch, targets_of(path, index))
         found[path.name] = {**_summary(index), "shuffle": vars(quality)}
     if is_json:

@@ -22,6 +22,7 @@ PositiveInt = Annotated[int, Field(gt=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(gt=0)]
+Folder = Annotated[str, AfterValidator(lambda text: str(Path(text).expanduser().absolute()))]
 
 
 def _tag_of(value: Any) -> str:
@@ -119,13 +120,11 @@ class ShardsConfig(Section):
     """Shards that `labkit shards write` wrote: read in contiguous extents, shuffled in a window of them."""
 
     name: Literal["shards"] = "shards"
-    path: Annotated[str, AfterValidator(lambda text: str(Path(text).expanduser().absolute()))] = Field(
+    path: Folder = Field(
         description="folder with train/ and val/ (or of the training shards, with val_path); the same on all "
         "machines"
     )
-    val_path: Annotated[str, AfterValidator(lambda text: str(Path(text).expanduser().absolute()))] | None = (
-        Field(None, description="folder of the shards held out; none: val/ in path")
-    )
+    val_path: Folder | None = Field(None, description="folder of the shards held out; none: val/ in path")
     window: Bytes = Field(
         64 * 2**20,
         description="bytes of extents that rows are drawn from: more mixes better, and takes memory",

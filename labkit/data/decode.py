@@ -42,8 +42,10 @@ def decode_image(data: bytes, size: tuple[int, int] | None) -> npt.NDArray[np.ui
 
 
 class Decoders:
-    """Turns rows into inputs and targets. What is random depends on seed, epoch and row, not on who does "
-    "it."""
+    """Turns rows into inputs and targets.
+
+    What is random depends on seed, epoch and row, not on who does it.
+    """
 
     def __init__(
         self,

@@ -5,8 +5,6 @@ from torch import nn
 from labkit.config import AdamWConfig, ExperimentConfig
 from labkit.memory import HybridMemory
 
-_STATES = {"adamw": 2}  # tensors of optimizer state for each parameter; momentum otherwise
-
 
 def build_memory(config: ExperimentConfig, model: nn.Module) -> HybridMemory | None:
     """Hooks for the forward passes of a run; None where nothing is to move.
@@ -35,10 +33,7 @@ def build_memory(config: ExperimentConfig, model: nn.Module) -> HybridMemory | N
 def reserved_bytes(config: ExperimentConfig, model: nn.Module) -> int:
     """Bytes of parameters, gradients, optimizer state and buffers of one worker with all of them."""
     optimizer = config.optimizer
-    if isinstance(optimizer, AdamWConfig):
-        num_states = _STATES["adamw"]
-    else:
-        num_states = 1 if optimizer.momentum else 0
+    num_states = 2 if isinstance(optimizer, AdamWConfig) else int(optimizer.momentum > 0)
     trained = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
     whole = sum(t.numel() * t.element_size() for t in (*model.parameters(), *model.buffers()))
     return whole + trained * (1 + num_states)

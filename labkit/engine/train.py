@@ -328,13 +328,13 @@ class Trainer:
         if not isinstance(self.data.train, StreamedSamples):
             return
         counts = self.data.train.counts
-        own = [self._data_s, self._trained_s, counts.bytes_read, counts.repeats, self._num_missing]
+        own = [self._data_s, self._trained_s, counts.bytes_read, self._num_missing]
         found = self.comm.gather(torch.tensor(own, dtype=torch.float64, device=self.device))
         self.log.write("reads", step=self.progress.step, **asdict(counts), data_s=round(self._data_s, 6))
         if self.comm.rank != 0:
             return
         for place, numbers in zip(self._comm_places(), found, strict=True):
-            data_s, trained_s, bytes_read, _, num_missing = numbers.tolist()
+            data_s, trained_s, bytes_read, num_missing = numbers.tolist()
             if data_s > max(_LEAST_WAIT_S, _SLOW_READER * trained_s):
                 self.log.write(
                     "message",

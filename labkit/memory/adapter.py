@@ -1,5 +1,6 @@
 """Copies between a device and the host beside the computing, each direction in its own order."""
 
+import multiprocessing
 import queue
 import threading
 import time
@@ -174,13 +175,19 @@ class CudaAdapter:
 
 
 class Pace:
-    """An emulated link: copies take as long as their bytes would on it, one after the other."""
+    """An emulated link: copies take as long as their bytes would on it, one after the other.
+
+    Processes that are forked after it was made share it.
+    """
 
     def __init__(self, out_bytes_per_s: float, in_bytes_per_s: float) -> None:
         self._rates = {"out": out_bytes_per_s, "in": in_bytes_per_s}
-        self._free_at = {"out": 0.0, "in": 0.0}
+        self._free_at = {direction: multiprocessing.Value("d", 0.0) for direction in self._rates}
 
     def __call__(self, size_bytes: int, direction: str) -> None:
-        now = time.perf_counter()
-        self._free_at[direction] = max(now, self._free_at[direction]) + size_bytes / self._rates[direction]
-        time.sleep(max(0.0, self._free_at[direction] - now))
+        free_at = self._free_at[direction]
+        with free_at.get_lock():
+            now = time.monotonic()
+            end = max(now, free_at.value) + size_bytes / self._rates[direction]
+            free_at.value = end
+        time.sleep(max(0.0, end - now))

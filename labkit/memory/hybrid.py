@@ -141,7 +141,7 @@ class HybridMemory:
         self._plan: Plan | None = None
         self._step: _Step | None = None
         self._live_bytes = 0
-        self._own = {StorageWeakRef(t.untyped_storage()).cdata: t for t in _states(model)}
+        self._own: dict[int, Tensor] = {}  # parameters and buffers by their storages, in this step
         self.totals = Report()
         self._is_prefetching = True  # False: blocks come back when they are asked for, to compare with
         self._active: _Step | None = None
@@ -535,27 +535,28 @@ class _Step:
         with memory._lock:
             memory._bury()
             memory.totals.num_saved += 1
-            if not _is_manageable(tensor, memory):
+            if not _is_manageable(tensor, memory._adapter.device):
                 return _Kept(tensor)
-            key = self._identity_of(tensor)
-            known = self._blocks.get(key)
+            identity = StorageWeakRef(tensor.untyped_storage()).cdata, tensor._version
+            # By storage: a layer saves its weight as a transposed view, which is no parameter.
+            if identity[0] in memory._own:
+                return _Kept(tensor)
+            known = self._blocks.get(identity)
             saved = known() if known is not None else None
             if saved is not None:
                 memory.totals.num_views += 1
             else:
-                saved = self._save(tensor)
-                self._blocks[key] = weakref.ref(saved)
+                saved = self._save(tensor, identity)
+                self._blocks[identity] = weakref.ref(saved)
             return _Handle(saved, tensor)
 
-    def _save(self, tensor: Tensor) -> "_Saved":
+    def _save(self, tensor: Tensor, identity: tuple[int, int]) -> "_Saved":
         memory = self.memory
         size_bytes = tensor.untyped_storage().nbytes()
         self._begin(tensor.numel() * tensor.element_size())
         self._reap()
-        if self._identity_of(tensor) in self._results:
-            return _Saved(
-                self, _RESULT, tensor
-            )  # of a segment that is computed again: it stays, as what went in
+        if identity in self._results:  # of a segment that is computed again: it stays, as what went in
+            return _Saved(self, _RESULT, tensor)
         key = (self.segment, self._num_blocks[self.segment])
         self._num_blocks[self.segment] += 1
         memory.totals.saved_bytes += size_bytes
@@ -572,9 +573,8 @@ class _Step:
         if self.segment in self._known.again:  # what goes into it; what it saves is not seen here
             return saved
         if self._known.sizes.get(key) != size_bytes:
-            self.is_off_plan = (
-                True  # another graph: it moves what it has no room for, and is recorded next time
-            )
+            # Another graph: it moves what it has no room for, and is recorded next time.
+            self.is_off_plan = True
         if self.is_off_plan:
             if is_movable:
                 self._resident.append(weakref.ref(saved))
@@ -582,10 +582,6 @@ class _Step:
         elif self._known.decisions[key] is Decision.OFFLOAD and is_movable:
             self._offload(saved)
         return saved
-
-    @staticmethod
-    def _identity_of(tensor: Tensor) -> tuple[int, int]:
-        return StorageWeakRef(tensor.untyped_storage()).cdata, tensor._version
 
     def _make_room(self) -> None:
         """While nothing is planned yet: move what was saved first as soon as the budget is used up."""
@@ -707,7 +703,9 @@ class _Step:
             if lingering is not None:
                 lingering.say_held()
         self._lingering.clear()
-        self.no_longer_waiting(saved)
+        if saved.is_waited_for:
+            saved.is_waited_for = False
+            self._waiting_bytes -= saved.size_bytes
         window = self.memory._window
         while self._coming:
             reference = self._by_key.get(self._coming[0])
@@ -719,12 +717,6 @@ class _Step:
                 other.is_waited_for = True
                 other.come_back()
             self._coming.popleft()
-
-    def no_longer_waiting(self, saved: "_Saved") -> None:
-        """A block that came back early is used now, or never will be."""
-        if saved.is_waited_for:
-            saved.is_waited_for = False
-            self._waiting_bytes -= saved.size_bytes
 
 
 def _is_gone(known: "weakref.ref[_Saved]") -> bool:
@@ -876,14 +868,10 @@ def _all_bytes(tensor: Tensor) -> Tensor:
     return whole.set_(storage, 0, (storage.nbytes(),), (1,))
 
 
-def _is_manageable(tensor: Tensor, memory: HybridMemory) -> bool:
-    """Whether a saved tensor may move: a plain one, on the device, and not of the model itself."""
+def _is_manageable(tensor: Tensor, device: torch.device) -> bool:
+    """Whether a saved tensor is one that can move: plain, and on the device."""
     if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided:
         return False
     if tensor.is_conj() or tensor.is_neg() or tensor.is_quantized or tensor.numel() == 0:
         return False
-    if tensor.device != memory._adapter.device:
-        return False
-    storage = tensor.untyped_storage()
-    # By storage: a layer saves its weight as a transposed view, which is no parameter.
-    return StorageWeakRef(storage).cdata not in memory._own
+    return tensor.device == device

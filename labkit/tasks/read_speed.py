@@ -1,6 +1,7 @@
 """How fast shards are read, from the disk alone, from memory with decoding, all together; and how mixed."""
 
 import json
+import math
 import sys
 import time
 from collections.abc import Iterator
@@ -51,7 +52,7 @@ def measure(config: ShardsConfig, batch_size: int, *, limit_s: float = 5.0) -> R
     index = read_index(folder)
     paths = [folder / shard.file for shard in index.shards]
     drop_cache(paths)
-    disk = _plain_rate(index, paths, limit_s)
+    disk = plain_rate(index, paths, limit_s)
     drop_cache(paths)
     rates = []
     for _ in range(2):
@@ -65,7 +66,8 @@ def measure(config: ShardsConfig, batch_size: int, *, limit_s: float = 5.0) -> R
     return ReadSpeed(disk, *rates)
 
 
-def _plain_rate(index: ShardIndex, paths: list[Path], limit_s: float) -> float:
+def plain_rate(index: ShardIndex, paths: list[Path], limit_s: float = math.inf) -> float:
+    """Samples a second of reading files from one end to the other."""
     buffer = bytearray(_REQUEST_BYTES)
     began_at = time.perf_counter()
     done_bytes = 0
@@ -113,8 +115,7 @@ def _decode_rate(samples: ShardSamples, batch_size: int, limit_s: float) -> floa
 
 
 def main() -> None:
-    """`python -m labkit.tasks.read_speed`: a list of settings comes in as JSON, one line goes out for "
-    "each."""
+    """`python -m labkit.tasks.read_speed`: settings come in as a JSON list, a line goes out for each."""
     for settings in json.load(sys.stdin):
         batch_size: int = settings.pop("batch_size")
         config = ShardsConfig(**settings)

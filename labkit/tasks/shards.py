@@ -33,8 +33,8 @@ class ShardSamples:
             is_training: Whether they are read in windows, and transforms are random.
 
         Raises:
-            ConfigError: there are no shards, the window is larger than the data, or the transform is not
-            there. ShardError: a shard is missing or has another size.
+            ConfigError: there are no shards, or the transform is not there.
+            ShardError: a shard is missing or has another size.
         """
         self.index: ShardIndex = read_index(folder)
         self.folder = folder
@@ -58,6 +58,11 @@ class ShardSamples:
         return self.index.num_rows
 
     @property
+    def _is_decoded(self) -> bool:
+        """Rows are not what models take in, as they stand."""
+        return self._column.kind == "image" or self._transform is not None
+
+    @property
     def window_bytes(self) -> int:
         """Of extents that rows are drawn from."""
         return min(self._config.window, self.index.size_bytes)
@@ -73,13 +78,7 @@ class ShardSamples:
 
     def order(self, seed: int) -> Order:
         """The order of training."""
-        index = self.index
-        return WindowShuffle(
-            [extent.rows for _, extent in index.extents],
-            index.extent_bytes.tolist(),
-            self._config.window,
-            seed,
-        )
+        return WindowShuffle(self.index.extent_rows, self.index.extent_bytes, self._config.window, seed)
 
     def _open(self) -> tuple[ExtentReader, Decoders]:
         with self._lock:
@@ -161,8 +160,7 @@ class ShardSamples:
 
     def extents_of(self, rows: Indices) -> list[int]:
         """Where some rows lie, each extent once, in order."""
-        extents = np.searchsorted(self.index.extent_starts, rows, "right") - 1
-        return list(dict.fromkeys(extents.tolist()))
+        return list(dict.fromkeys(self.index.extents_of(rows).tolist()))
 
     def ahead(self, extents: Iterable[int]) -> None:
         """What will be needed next, in order."""
@@ -176,10 +174,7 @@ class ShardSamples:
     @property
     def num_together(self) -> int:
         """Rows that are best asked for at once: several small batches."""
-        is_decoded = self._column.kind == "image" or self._transform is not None
-        if (
-            self._config.on_bad == "skip" or is_decoded
-        ):  # what takes long is done one batch ahead of the other
+        if self._config.on_bad == "skip" or self._is_decoded:  # what takes long is done batch by batch
             return 1
         return _TOGETHER_BYTES * self.index.num_rows // self.index.size_bytes
 
@@ -201,8 +196,7 @@ class ShardSamples:
                 f"target column {index.target!r} must hold whole numbers (classes), got {target.dtype}. "
                 "Write the shards with another target, or use a data set of your own (module:function)."
             )
-        is_changed = self._column.kind == "image" or self._transform is not None
-        shape = tuple(self._look()[0].shape[1:]) if is_changed else self._column.shape
+        shape = tuple(self._look()[0].shape[1:]) if self._is_decoded else self._column.shape
         return DataInfo(shape, (index.largest_target or 0) + 1)
 
     def close(self) -> None:

@@ -157,6 +157,15 @@ class ShardIndex:
         return np.cumsum([0, *(extent.rows for _, extent in self.extents)], dtype=np.int64)
 
     @cached_property
+    def extent_rows(self) -> npt.NDArray[np.int64]:
+        """Shape (E,)."""
+        return np.diff(self.extent_starts)
+
+    def extents_of(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """The extent of each row; shape (n,)."""
+        return np.searchsorted(self.extent_starts, rows, "right") - 1
+
+    @cached_property
     def extent_bytes(self) -> npt.NDArray[np.int64]:
         """Shape (E,)."""
         return np.array([extent.size_bytes for _, extent in self.extents], dtype=np.int64)

@@ -5,7 +5,6 @@ memory at a time, and rows are drawn from it. The order depends on the seed and 
 a full shuffle, so it is the same on any cluster. How good it is, is a number: `shuffle_quality`.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,7 +21,7 @@ class WindowShuffle:
     """The order of an epoch, window by window; only what is asked for is drawn."""
 
     def __init__(
-        self, extent_rows: Sequence[int], extent_bytes: Sequence[int], window_bytes: int, seed: int
+        self, extent_rows: npt.ArrayLike, extent_bytes: npt.ArrayLike, window_bytes: int, seed: int
     ) -> None:
         """Prepare.
 

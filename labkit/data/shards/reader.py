@@ -256,10 +256,6 @@ class ExtentReader:
 
     # --- rows ----------------------------------------------------------------------------------------------
 
-    def extents_of(self, rows: Indices) -> Indices:
-        """The extent of each row; shape (n,)."""
-        return np.searchsorted(self._index.extent_starts, rows, "right") - 1
-
     def take(
         self, rows: Indices, columns: Sequence[str]
     ) -> tuple[dict[str, Values], npt.NDArray[np.bool_] | None]:
@@ -277,7 +273,7 @@ class ExtentReader:
             ShardError: a row can't be read, and bad ones are not skipped.
         """
         rows = np.asarray(rows, dtype=np.int64)
-        extents = self.extents_of(rows)
+        extents = self._index.extents_of(rows)
         needed = list(dict.fromkeys(extents.tolist()))
         outs: dict[str, Values] = {}
         if not needed:
@@ -388,8 +384,7 @@ def _put(out: Values, inside: Indices, values: Values) -> None:
 
 
 def drop_cache(paths: Iterable[Path]) -> None:
-    """Have the system forget what it keeps of some files, so that the next read comes from the disk "
-    "(Linux)."""
+    """Have the system forget what it keeps of some files, so that the disk is read next (Linux)."""
     for path in paths:
         with contextlib.suppress(OSError):
             fd = os.open(path, os.O_RDONLY)

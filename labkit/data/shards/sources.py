@@ -3,7 +3,6 @@
 import csv
 import hashlib
 import json
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -326,9 +325,7 @@ def open_path(path: Path, inputs: Sequence[str] = (), target: str | None = None)
 def row_bytes(columns: Sequence[Column], row: Row) -> int:
     """Bytes of one row's values."""
     sizes = [
-        len(value) + 8
-        if column.kind == "image"
-        else math.prod(column.shape) * np.dtype(column.dtype).itemsize
+        len(value) + 8 if column.row_bytes is None else column.row_bytes
         for column, value in zip(columns, row, strict=True)
     ]
     return sum(sizes)

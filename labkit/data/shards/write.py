@@ -17,7 +17,16 @@ import numpy as np
 import pyarrow as pa
 
 from labkit.data.sampler import FullShuffle
-from labkit.data.shards.index import INDEX_FILE, Column, Extent, Shard, ShardError, ShardIndex, shard_from
+from labkit.data.shards.index import (
+    INDEX_FILE,
+    Column,
+    Extent,
+    Shard,
+    ShardError,
+    ShardIndex,
+    check_size,
+    shard_from,
+)
 from labkit.data.shards.sources import Row, Source, row_bytes
 from labkit.errors import ConfigError, LabkitError
 from labkit.processes import die_with_parent
@@ -317,8 +326,7 @@ class _Stream:
         self._writer = None
 
 
-# --- files
-# ---------------------------------------------------------------------------------------------------
+# --- files ----------------------------------------------------------------------------------------------
 
 
 class _Writer:
@@ -488,8 +496,6 @@ def check_shards(folder: Path, index: ShardIndex) -> Iterator[tuple[Shard, str]]
     Yields:
         Each shard, and what is wrong with it; "" for nothing.
     """
-    from labkit.data.shards.index import check_size
-
     first = 0
     for shard in index.shards:
         fault = ""
@@ -502,10 +508,10 @@ def check_shards(folder: Path, index: ShardIndex) -> Iterator[tuple[Shard, str]]
                     if zlib.crc32(file.read(extent.size_bytes)) != extent.checksum:
                         fault = fault or f"rows {row} to {row + extent.rows - 1} have another checksum"
                     row += extent.rows
-            if not fault and not pa.ipc.open_file(pa.memory_map(str(folder / shard.file))).schema.equals(
-                index.schema
-            ):
-                fault = "has other columns than the index says"
+            if not fault:
+                with pa.memory_map(str(folder / shard.file)) as mapped:
+                    if not pa.ipc.open_file(mapped).schema.equals(index.schema):
+                        fault = "has other columns than the index says"
         except ShardError as error:
             fault = str(error)
         except (OSError, pa.ArrowInvalid) as error:
