@@ -16,7 +16,7 @@ from labkit.config import ShardsConfig
 from labkit.data.shards import WriteOptions, read_index
 from labkit.errors import ConfigError
 from labkit.lab import input as lab_input
-from labkit.lab.input import Result, Setting, Study
+from labkit.lab.input import Result, Setting, Study, Trained
 from labkit.lab.input._study import Measured, verdict
 from labkit.lab.show import PLOTLY_MIME
 from labkit.tasks.read_speed import measure
@@ -178,7 +178,8 @@ def test_a_study_refuses_what_makes_no_sense(change: dict[str, Any], message: st
 
 def _result(disk: float, decode: float, model: float, wait: float) -> Result:
     found = Measured(disk, disk, disk, decode, 1.0, 1.0)
-    return Result({Setting(1, 1, 1, 1): found}, model, wait, 0.5, {0: wait}, "key")
+    own = Setting(1, 1, 1, 1)
+    return Result({own: found}, {own: Trained(model, wait, 0.5, {0: wait}, "key")})
 
 
 @pytest.mark.parametrize(
@@ -204,6 +205,7 @@ def test_the_notebook_runs_small_and_records_its_verdict(runs: Path, tmp_path: P
     assert len(_outputs(executed, PLOTLY_MIME)) == 4
     assert (tmp_path / "out.ipynb").stat().st_size < MAX_KB * 1000
     record = json.loads((runs / "input" / "input.json").read_text())
+    assert len(record["trained"]) == 3 and all(0 <= each["wait_share"] < 1 for each in record["trained"])
     assert len(record["measured"]) == 3 and "Training waits for data" in record["verdict"]["text"]
     assert lab_input.__all__
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from labkit.config import ExperimentConfig, format_bytes, from_overrides, from_parameters, parse_bytes
+from labkit.data.shards.reader import drop_cache
 from labkit.errors import ConfigError, LabkitError
 from labkit.lab._values import json_safe
 from labkit.lab.failure import raise_if_failed
@@ -57,24 +58,35 @@ class Measured:
 
 
 @dataclass(frozen=True)
-class Result:
-    """All that was measured.
+class Trained:
+    """What a training on shards came to.
 
     Attributes:
-        measured: By setting; the first one is the experiment's own.
         model: Samples a second that training computes, its waiting for data left out.
         wait_share: Part of the steps' time in which workers waited for data.
         start_share: Part of that waiting that was for the first batch.
         waits: The same by worker's rank.
-        key: Of the training run.
+        key: Of the run.
     """
 
-    measured: Mapping[Setting, Measured]
     model: float
     wait_share: float
     start_share: float
     waits: Mapping[int, float]
     key: str
+
+
+@dataclass(frozen=True)
+class Result:
+    """All that was measured, by setting; the first one is the experiment's own."""
+
+    measured: Mapping[Setting, Measured]
+    trained: Mapping[Setting, Trained]
+
+    @property
+    def training(self) -> Trained:
+        """With the experiment's own setting."""
+        return next(iter(self.trained.values()))
 
     @property
     def own(self) -> Measured:
@@ -84,7 +96,7 @@ class Result:
     @property
     def bottleneck(self) -> str:
         """The slowest side: disk, decode or model."""
-        sides = {"model": self.model, "disk": self.own.disk, "decode": self.own.decode}
+        sides = {"model": self.training.model, "disk": self.own.disk, "decode": self.own.decode}
         return min(sides, key=lambda side: sides[side])
 
 
@@ -183,20 +195,26 @@ class Study:
         measured = dict(zip(self.settings, self._measure(), strict=True))
         for setting, found in measured.items():
             say(f"{setting}: {found.cold:,.0f} samples/s cold, {found.warm:,.0f} warm")
-        run = run_one(self.config(self.settings[0]))
+        trained = {setting: self._train(setting) for setting in self.settings}
+        for setting, own in trained.items():
+            say(f"{setting}: training waits for data {own.wait_share:.1%} of its time")
+        return Result(measured, trained)
+
+    def _train(self, setting: Setting) -> "Trained":
+        """Train from a cold disk."""
+        drop_cache(self.folder(setting).rglob("*.arrow"))
+        run = run_one(self.config(setting))
         raise_if_failed(run)
-        folder = run.folder
         waits, data_s, first_s, step_s, samples = {}, 0.0, 0.0, 0.0, 0
-        for rank in folder.ranks():
-            steps = folder.history(rank, ("step",))
+        for rank in run.folder.ranks():
+            steps = run.folder.history(rank, ("step",))
             own_data_s, own_step_s = (sum(event[name] for event in steps) for name in ("data_s", "step_s"))
             waits[rank] = own_data_s / own_step_s
             data_s, step_s = data_s + own_data_s, step_s + own_step_s
             first_s += steps[0]["data_s"]
             samples += sum(event["samples"] for event in steps)
-        num_workers = max(1, len(waits))
-        model = samples / ((step_s - data_s) / num_workers)
-        return Result(measured, model, data_s / step_s, first_s / max(data_s, 1e-9), waits, folder.key)
+        model = samples / ((step_s - data_s) / max(1, len(waits)))
+        return Trained(model, data_s / step_s, first_s / max(data_s, 1e-9), waits, run.folder.key)
 
     def config(self, setting: Setting) -> ExperimentConfig:
         """The experiment that trains on shards."""
@@ -233,14 +251,14 @@ _REMEDIES = {
 
 def verdict(result: Result) -> Verdict:
     """Whether training waits for data no more than 2 % of its time, and which side is slowest."""
-    own = result.own
+    own, training = result.own, result.training
     text = (
-        f"Training waits for data {result.wait_share:.1%} of its time (aim: at most {AIM_OF_WAIT:.0%}), "
-        f"{result.start_share:.0%} of that for the first batch. The "
+        f"Training waits for data {training.wait_share:.1%} of its time (aim: at most {AIM_OF_WAIT:.0%}), "
+        f"{training.start_share:.0%} of that for the first batch. The "
         f"slowest side is the {result.bottleneck}: disk {own.disk:,.0f}, decoding {own.decode:,.0f}, model "
-        f"{result.model:,.0f} samples/s. {_REMEDIES[result.bottleneck]}"
+        f"{training.model:,.0f} samples/s. {_REMEDIES[result.bottleneck]}"
     )
-    return Verdict(text, result.wait_share <= AIM_OF_WAIT, time.time())
+    return Verdict(text, training.wait_share <= AIM_OF_WAIT, time.time())
 
 
 def record(study: Study, result: Result) -> Verdict:
@@ -253,10 +271,8 @@ def record(study: Study, result: Result) -> Verdict:
     content = {
         "verdict": asdict(final),
         "measured": [{**asdict(s), **asdict(m)} for s, m in result.measured.items()],
-        "model_samples_per_s": result.model,
-        "wait_share": result.wait_share,
+        "trained": [{**asdict(s), **asdict(t)} for s, t in result.trained.items()],
         "bottleneck": result.bottleneck,
-        "run": result.key,
     }
     write_atomically(runs_root() / study.base.name / "input.json", json.dumps(json_safe(content), indent=1))
     return final

@@ -46,9 +46,9 @@ def rates(result: Result) -> go.Figure:
                 line={"color": color}, marker={"symbol": symbol, "size": 9}, row=1, col=col,
                 hovertemplate=f"{title} %{{x}}: %{{y:,.0f}} samples/s, {kind}<extra></extra>",
             )  # fmt: skip
-        figure.add_hline(y=result.model, line={"color": _LINE, "dash": "dot"}, row=1, col=col)
+        figure.add_hline(y=result.training.model, line={"color": _LINE, "dash": "dot"}, row=1, col=col)
     figure.add_annotation(
-        text=f"dotted: the model takes {result.model:,.0f} samples/s",
+        text=f"dotted: the model takes {result.training.model:,.0f} samples/s",
         xref="paper", yref="paper", x=0, y=1.22, showarrow=False,
     )  # fmt: skip
     figure.update_xaxes(type="category")
@@ -88,8 +88,9 @@ def mixing(result: Result) -> go.Figure:
 
 def waits(result: Result) -> go.Figure:
     """Part of its time in which each worker waited for data."""
-    names = [f"worker {rank}" for rank in result.waits]
-    shares = [100 * share for share in result.waits.values()]
+    own = result.training.waits
+    names = [f"worker {rank}" for rank in own]
+    shares = [100 * share for share in own.values()]
     figure = go.Figure(
         go.Bar(
             y=names, x=shares, orientation="h", marker_color=_COLD,
@@ -99,7 +100,7 @@ def waits(result: Result) -> go.Figure:
     )  # fmt: skip
     figure.update_xaxes(title_text="% of a worker's time", range=[0, max(5.0, 1.1 * max(shares, default=0))])
     figure.update_yaxes(autorange="reversed")
-    text = "<b>Waiting for data</b><br><span style='font-size:12px'>in the training</span>"
+    text = "<b>Waiting for data</b><br><span style='font-size:12px'>training from a cold disk</span>"
     figure.update_layout(template=TEMPLATE, title_text=text, height=120 + 40 * len(names), margin={"t": 80})
     return figure
 
@@ -118,11 +119,12 @@ def table(result: Result) -> Table:
             round(m.decode),
             m.class_imbalance,
             m.neighbours,
+            100 * result.trained[s].wait_share,
         )
         for s, m in result.measured.items()
     ]
     columns = (
         "shard", "extent", "window", "readers", "cold (samples/s)", "warm", "disk alone", "decode alone",
-        "class imbalance", "neighbours",
+        "class imbalance", "neighbours", "training waits (%)",
     )  # fmt: skip
     return Table("Input; mixing in multiples of a full shuffle's", columns, tuple(rows))
