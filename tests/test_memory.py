@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import dataclasses
 import gc
 import itertools
 import math
@@ -40,9 +41,10 @@ from labkit.memory import (
     make_plan,
     simulate,
 )
-from labkit.memory.adapter import CpuAdapter, Pace
+from labkit.memory.adapter import CpuAdapter
 from labkit.memory.arena import HostArena
 from labkit.memory.planner import items_of, options_of, spread
+from labkit.memory.turns import EmulatedLink
 
 KEEP, OFFLOAD, RECOMPUTE = Decision.KEEP, Decision.OFFLOAD, Decision.RECOMPUTE
 MIB = 2**20
@@ -68,7 +70,7 @@ profiles = st.lists(st.integers(1, 100), min_size=1, max_size=7).map(_chain)
 
 @given(profiles)
 def test_a_plan_that_keeps_all_costs_nothing(profile: Profile) -> None:
-    found = simulate(profile, [KEEP] * len(profile.blocks), Link(1, 1), 1)
+    found = simulate(profile, [KEEP] * len(profile.blocks), Link(1, 1), window_bytes=1)
     assert (found.step_s, found.stall_s, found.moved_bytes) == (profile.step_s, 0.0, 0)
     assert found.peak_bytes == profile.saved_bytes
 
@@ -80,34 +82,39 @@ def test_no_step_is_shorter_than_its_compute_or_its_copies(
     plan = data.draw(
         st.lists(st.sampled_from([KEEP, OFFLOAD]), min_size=len(profile.blocks), max_size=len(profile.blocks))
     )
-    found = simulate(profile, plan, Link(rate, rate), 50)
+    found = simulate(profile, plan, Link(rate, rate), window_bytes=50)
     assert found.step_s >= profile.step_s - 1e-9
-    assert found.step_s >= found.moved_bytes / rate - 1e-9
+    came_back = sum(t.size_bytes for t in found.transfers if t.direction == "in")
+    assert found.step_s >= came_back / rate - 1e-9 and came_back <= found.moved_bytes
     assert found.step_s == pytest.approx(profile.step_s + found.stall_s)
     assert found.peak_bytes <= profile.saved_bytes
 
 
 @given(profiles)
 def test_a_link_that_is_never_slow_frees_what_is_moved_and_stalls_nobody(profile: Profile) -> None:
-    found = simulate(profile, [OFFLOAD] * len(profile.blocks), Link(1e12, 1e12), 10**9)
+    found = simulate(profile, [OFFLOAD] * len(profile.blocks), Link(1e12, 1e12))
     assert found.stall_s == pytest.approx(0, abs=1e-6)
     assert found.moved_bytes == profile.saved_bytes
 
 
 def test_a_single_block_by_hand() -> None:
-    profile = Profile((Block(100, 1.0, 2.0),), 1.5, 3.0)
-    free = simulate(profile, [OFFLOAD], Link(1000, 1000), 1000)
+    profile = Profile((Block(100, 1.0, 2.0), Block(1, 1.5, 1.5)), 1.5, 3.0)
+    free = simulate(profile, [OFFLOAD, KEEP], Link(1000, 1000))
     assert free.stall_s == 0 and free.step_s == 3.0
-    late = simulate(profile, [OFFLOAD], Link(1000, 100), 1000)  # it comes back from 1.5 to 2.5
+    late = simulate(profile, [OFFLOAD, KEEP], Link(1000, 100))  # it comes back from 1.5 to 2.5
     assert late.stall_s == pytest.approx(0.5) and late.step_s == pytest.approx(3.5)
-    slow = simulate(profile, [OFFLOAD], Link(50, 1000), 1000)  # it has left at 3.0 only
-    assert slow.stall_s == pytest.approx(1.1)
+    slow = simulate(profile, [OFFLOAD, KEEP], Link(50, 1000))  # it has left at 3.0 only: it is still there
+    assert slow.stall_s == 0 and slow.peak_bytes == 101
+    # Compute waits at 1.0 for room for the other one until the block has left; that one is gone when the
+    # block is needed, so it comes back no earlier.
+    tight = simulate(profile, [OFFLOAD, KEEP], Link(1000, 1000), budget_bytes=100)
+    assert tight.stall_s == pytest.approx(0.2) and tight.peak_bytes == 100
 
 
 def test_sharing_a_link_costs_what_its_floor_says() -> None:
     profile = _chain([100] * 6)
-    alone = simulate(profile, [OFFLOAD] * 6, Link(400, 400), 200)
-    shared = simulate(profile, [OFFLOAD] * 6, Link(100, 100), 200)
+    alone = simulate(profile, [OFFLOAD] * 6, Link(400, 400), window_bytes=200)
+    shared = simulate(profile, [OFFLOAD] * 6, Link(100, 100), window_bytes=200)
     assert alone.step_s < shared.step_s and shared.step_s >= 600 / 100
 
 
@@ -120,7 +127,8 @@ def _best(profile: Profile, link: Link, budget: int, window: int) -> float:
     options = [options_of(profile, item, tuple(Decision)) for item in items]
     found = math.inf
     for chosen in itertools.product(*options):
-        outcome = simulate(profile, spread(profile, items, chosen), link, window)
+        decisions = spread(profile, items, chosen)
+        outcome = simulate(profile, decisions, link, budget_bytes=budget, window_bytes=window)
         if outcome.peak_bytes <= budget:
             found = min(found, outcome.step_s)
     return found
@@ -351,7 +359,7 @@ def memories() -> Iterator[list[HybridMemory]]:
     for memory in made:
         gc.collect()
         memory.settle()
-        assert memory._arena.used_bytes == 0, "something of a step is still on the host"
+        assert memory.arena.used_bytes == 0, "something of a step is still on the host"
         memory.close()
 
 
@@ -431,11 +439,11 @@ def test_every_number_is_the_same_under_any_plan(name: str, seed: int, memories:
     memory = _memory(memories, moved, policy="auto", adapter=PoisonAdapter(seed), window_bytes=window)
     remember = memory._remember
 
-    def at_random(profile: Profile, plan: Plan, record: Any) -> None:
+    def at_random(first_bytes: int, profile: Profile, keys: Any, plan: Plan) -> None:
         items = list(items_of(profile))
         chosen = [choose.choice(options_of(profile, item, tuple(Decision))) for item in items]
         decisions = spread(profile, items, chosen)
-        remember(profile, Plan(decisions, plan.outcome, plan.window_bytes), record)
+        remember(first_bytes, profile, keys, dataclasses.replace(plan, decisions=decisions))
 
     memory._remember = at_random  # type: ignore[method-assign]
     _assert_same(_train(moved, make, memory, "float32"), wanted)
@@ -589,18 +597,18 @@ def test_a_budget_is_met_by_computing_again_where_the_link_is_slow(memories: lis
     x = torch.randn(64, 3, 16, 16)
     memory = _memory(memories, model, policy="auto", link=Link(1e4, 1e4))
     _planned(memory, lambda: model(x).sum())
-    memory._budget = int(0.6 * memory.totals.peak_bytes)
+    memory.budget = int(0.6 * memory.totals.peak_bytes)
     for _ in range(3):
         memory.totals.peak_bytes = 0
         _planned(memory, lambda: model(x).sum())
     assert memory.plan is not None and RECOMPUTE in memory.plan.decisions
-    assert memory.totals.num_recomputed > 0 and memory.totals.peak_bytes <= memory._budget
+    assert memory.totals.num_recomputed > 0 and memory.totals.peak_bytes <= memory.budget
 
 
 @pytest.mark.parametrize("edge", ["in after out", "wait for in", "wait before letting go"])
 def test_the_poison_finds_every_edge_that_is_left_out(edge: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without one of the waits, numbers go wrong: so the tests above would see it."""
-    from labkit.memory import adapter, hybrid
+    from labkit.memory import adapter, saved
 
     class Slow(PoisonAdapter):
         def __init__(self) -> None:
@@ -614,17 +622,17 @@ def test_the_poison_finds_every_edge_that_is_left_out(edge: str, monkeypatch: py
     if edge == "wait for in":
         monkeypatch.setattr(adapter._ThreadCopy, "wait", lambda self: None)
     if edge in ("wait before letting go", "in after out"):
-        monkeypatch.setattr(hybrid._Saved, "has_left", lambda self: self._out is not None)
-        monkeypatch.setattr(hybrid._Saved, "wait_out", lambda self: None)
+        monkeypatch.setattr(saved.Saved, "has_left", lambda self: self._out is not None)
+        monkeypatch.setattr(saved.Saved, "wait_out", lambda self: None)
     if edge == "wait before letting go":
-        original = hybrid._Saved.let_go
+        original = saved.Saved.let_go
 
         def let_go(self: Any) -> None:
             if self._bytes is not None and not self._out.is_done():
                 self._bytes.fill_(255)  # what reuses the memory at once would do
             original(self)
 
-        monkeypatch.setattr(hybrid._Saved, "let_go", let_go)
+        monkeypatch.setattr(saved.Saved, "let_go", let_go)
     build, make = MODELS["mlp"]
     torch.manual_seed(0)
     plain = build()
@@ -738,11 +746,10 @@ def test_views_come_back_as_they_were(make: Callable[[], Tensor], memories: list
         y.real.backward()
         (found,) = Look.seen
         assert torch.equal(found, x) and found.dtype == x.dtype
-        assert (found.stride(), found.storage_offset(), found.shape) == (
-            x.stride(),
-            x.storage_offset(),
-            x.shape,
-        )
+        assert (found.stride(), found.shape) == (x.stride(), x.shape)
+        # A view of less than half of its storage moves alone, and begins what came back.
+        alone = {0} if x.storage_offset() == 17 else set()
+        assert found.storage_offset() in {x.storage_offset()} | alone
         assert (found.is_conj(), found.is_neg()) == (x.is_conj(), x.is_neg())
         del y, found
         Look.seen.clear()
@@ -833,7 +840,7 @@ def test_nothing_is_left_whatever_becomes_of_a_step(fault: str, memories: list[H
         hidden = y = None  # type: ignore[assignment]
         gc.collect()
         memory.settle()
-        assert (memory._arena.used_bytes, memory._live_bytes) == (0, 0)
+        assert (memory.arena.used_bytes, memory.live_bytes) == (0, 0)
 
 
 def test_a_dropped_graph_frees_what_it_saved(memories: list[HybridMemory]) -> None:
@@ -925,15 +932,15 @@ def test_the_budget_is_obeyed_and_what_was_predicted_comes(memories: list[Hybrid
         memory = _memory(memories, model, policy="auto", link=Link(1e10, 1e10))
         _planned(memory, lambda: model(x).sum())
         whole = memory.totals.peak_bytes
-        memory._budget = int(share * whole)
+        memory.budget = int(share * whole)
         peaks = []
         for _ in range(4):
             memory.totals.peak_bytes = 0
             _planned(memory, lambda: model(x).sum())
             peaks.append(memory.totals.peak_bytes)
-        assert memory.plan is not None and memory.plan.outcome.peak_bytes <= memory._budget
+        assert memory.plan is not None and memory.plan.outcome.peak_bytes <= memory.budget
         # The last block that was saved is still held by the forward pass itself when it leaves.
-        assert min(peaks) <= memory._budget + 2 * 512 * 256 * 4
+        assert min(peaks) <= memory.budget + 2 * 512 * 256 * 4
 
 
 def test_a_budget_that_nothing_fits_says_by_how_much(memories: list[HybridMemory]) -> None:
@@ -945,7 +952,7 @@ def test_a_budget_that_nothing_fits_says_by_how_much(memories: list[HybridMemory
         Infeasible, match=r"memory.device_budget must be at least \d+ bytes .*, got 1000: \d+ too few"
     ):
         _planned(memory, lambda: model(x).sum())
-    memory._budget = 10**6
+    memory.budget = 10**6
     _planned(memory, lambda: model(x[:4]).sum())  # another batch is not refused for it
     _planned(memory, lambda: model(x[:4]).sum())
 
@@ -998,12 +1005,12 @@ def test_a_compiled_model_is_refused() -> None:
 
 
 def test_an_emulated_link_takes_its_time() -> None:
-    adapter = CpuAdapter(Pace(10e6, 20e6))
+    adapter = CpuAdapter(EmulatedLink.alone(10e6, 20e6))
     source, target = torch.zeros(100_000, dtype=torch.uint8), torch.empty(100_000, dtype=torch.uint8)
     began_at = time.perf_counter()
     copies = [adapter.copy_out(source, target) for _ in range(3)]
     copies[-1].wait()
-    assert 0.028 <= time.perf_counter() - began_at < 0.2
+    assert 0.025 <= time.perf_counter() - began_at < 0.2  # bursts of 3 ms are let through
     adapter.close()
 
 
@@ -1021,7 +1028,7 @@ def test_a_thousand_steps_leave_memory_as_it_was(memories: list[HybridMemory]) -
             gc.collect()
             sizes.append(psutil.Process().memory_info().rss)
     memory.settle()
-    assert memory._arena.used_bytes == 0 and sizes[1] - sizes[0] < 8 * MIB
+    assert memory.arena.used_bytes == 0 and sizes[1] - sizes[0] < 8 * MIB
 
 
 # --- the largest batch -----------------------------------------------------------------------------------
@@ -1089,7 +1096,7 @@ def _capped_search(comm: Any, caps_mib: list[int], is_hybrid: bool, tier: str) -
     if memory is not None:
         gc.collect()
         memory.settle()
-        is_empty = memory._arena.used_bytes == 0
+        is_empty = memory.arena.used_bytes == 0
         memory.close()
         return found, is_empty
     return found, True

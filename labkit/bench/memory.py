@@ -7,6 +7,7 @@ that two cores tell about scheduling and not about themselves. The largest batch
 import contextlib
 import ctypes
 import gc
+import os
 import resource
 import statistics
 import tempfile
@@ -22,7 +23,9 @@ from labkit.bench.harness import Report, interleave, ratios
 from labkit.comm import Communicator
 from labkit.launch.forked import run_workers
 from labkit.memory import HybridMemory, Link, find_max_batch, fits_in_memory
-from labkit.memory.adapter import CpuAdapter, Pace
+from labkit.memory.adapter import CpuAdapter
+from labkit.memory.turns import EmulatedLink, LinkState, make_state
+from labkit.memory.uplink import Uplink
 
 _MIB = 2**20
 _SIZES_MIB = (16, 16, 12, 12, 8, 8, 6, 6, 4, 4, 2, 2)  # as of a convolutional network: large at first
@@ -93,8 +96,7 @@ def _forward(x: Tensor) -> Tensor:
 class _InstantAdapter(CpuAdapter):
     """Copies cost nothing but the link's time, as they do where another engine does them."""
 
-    @staticmethod
-    def _copy(source: Tensor, target: Tensor) -> None:
+    def _copy(self, source: Tensor, target: Tensor) -> None:
         target[:: 16 * 4096] = source[:: 16 * 4096]
 
 
@@ -104,7 +106,9 @@ _last: dict[str, float] = {}
 
 def _side(name: str, num_workers: int, say: Callable[[str], None]) -> Callable[[], float]:
     def once() -> float:
-        found = run_workers(_train, num_workers, name, Pace(_RATE, _RATE))
+        fd = make_state()
+        found = run_workers(_train, num_workers, name, fd)
+        os.close(fd)
         if name == "ours" and num_workers == 1:
             _last.update(found[0])
         seconds = max(one["step_s"] for one in found)
@@ -114,7 +118,8 @@ def _side(name: str, num_workers: int, say: Callable[[str], None]) -> Callable[[
     return once
 
 
-def _train(comm: Communicator, name: str, pace: Pace) -> dict[str, float]:
+def _train(comm: Communicator, name: str, fd: int) -> dict[str, float]:
+    pace = EmulatedLink(Uplink.ideal(_RATE), LinkState(os.dup(fd), comm.rank))
     share = 1 if name.endswith("solo rate") else comm.world_size
     total = sum(_SIZES_MIB) * _MIB
     memory = HybridMemory(
@@ -127,7 +132,7 @@ def _train(comm: Communicator, name: str, pace: Pace) -> dict[str, float]:
         adapter=_InstantAdapter(pace),
     )
     if name == "on demand":
-        memory._is_prefetching = False
+        memory.is_prefetching = False
     times, stalls, peaks = [], [], []
     for _ in range(_STEPS):
         comm.barrier()

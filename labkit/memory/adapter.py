@@ -1,15 +1,25 @@
 """Copies between a device and the host beside the computing, each direction in its own order."""
 
-import multiprocessing
+import contextlib
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+
+from labkit.memory.turns import EmulatedLink, LinkState
+
+CHUNK_BYTES = 8 * 2**20
+_EMULATED_CHUNK_BYTES = 2**20
+_LEAST_BYTES = 4 * 2**20  # before a rate is believed
+
+Mark = Any
+"""A moment in the computing: seconds, or an event."""
 
 
 class Copy(Protocol):
@@ -19,8 +29,14 @@ class Copy(Protocol):
         """Whether all bytes have arrived, for the host to know."""
         ...
 
-    def wait(self) -> None:
-        """Have the computing wait for it; returns when what is computed next sees all bytes."""
+    def wait(self) -> tuple[Mark, Mark] | None:
+        """Have the computing wait for it.
+
+        What is computed next sees all bytes.
+
+        Returns:
+            Marks before and after the wait; None when there was nothing to wait for.
+        """
         ...
 
 
@@ -41,37 +57,81 @@ class Adapter(Protocol):
         """Seconds from some point on, when all that was given to the device to compute is done."""
         ...
 
+    def mark(self) -> Mark:
+        """This moment in the computing."""
+        ...
+
+    def between(self, begin: Mark, end: Mark) -> float | None:
+        """Seconds between two marks; None while that isn't known."""
+        ...
+
+    def rates(self) -> dict[str, float]:
+        """Bytes a second of the copies so far, by direction, where enough were made."""
+        ...
+
     def close(self) -> None:
         """Wait for all copies and end."""
         ...
 
 
+class _Rates:
+    """Bytes a second of late; older copies count less."""
+
+    def __init__(self) -> None:
+        self._bytes = {"out": 0.0, "in": 0.0}
+        self._seconds = {"out": 0.0, "in": 0.0}
+
+    def add(self, direction: str, size_bytes: int, seconds: float) -> None:
+        if self._bytes[direction] > 16 * _LEAST_BYTES:
+            self._bytes[direction] /= 2
+            self._seconds[direction] /= 2
+        self._bytes[direction] += size_bytes
+        self._seconds[direction] += seconds
+
+    def get(self) -> dict[str, float]:
+        return {
+            direction: size_bytes / max(self._seconds[direction], 1e-9)
+            for direction, size_bytes in self._bytes.items()
+            if size_bytes >= _LEAST_BYTES
+        }
+
+
 class _ThreadCopy:
-    def __init__(self, future: "Future[None]") -> None:
-        self._future = future
+    def __init__(self, future: "Future[None]", mark: Callable[[], Mark]) -> None:
+        self._future, self._mark = future, mark
+        self.is_urgent = False
 
     def is_done(self) -> bool:
         return self._future.done()
 
-    def wait(self) -> None:
+    def wait(self) -> tuple[Mark, Mark] | None:
+        if self._future.done():
+            self._future.result()  # raises what the copy did
+            return None
+        begin = self._mark()
+        self.is_urgent = True
         self._future.result()
+        return begin, self._mark()
 
 
-class CpuAdapter:
-    """The device is this process's memory: a thread for each direction copies to and from the host tier."""
+class _ThreadAdapter:
+    """A thread for each direction, which can take turns with other processes, chunk by chunk."""
 
-    device = torch.device("cpu")
+    device: torch.device
 
-    def __init__(self, pace: Callable[[int, str], None] = lambda size_bytes, direction: None) -> None:
-        """Start the threads.
-
-        Args:
-            pace: Called before a copy with its bytes and `out` or `in`; returns when an emulated link would
-                have brought them.
-        """
-        self._pace = pace
+    def __init__(
+        self,
+        *,
+        pace: Callable[[int, str], None] | None = None,
+        turns: LinkState | None = None,
+    ) -> None:
+        self._pace, self._turns = pace, turns
         self._queues: dict[str, queue.SimpleQueue[Any]] = {}
         self._threads = []
+        self._rates = _Rates()
+        self._chunk_bytes = CHUNK_BYTES if turns is not None else 2**62
+        if isinstance(pace, EmulatedLink):
+            self._chunk_bytes = _EMULATED_CHUNK_BYTES
         for direction in ("out", "in"):
             self._queues[direction] = queue.SimpleQueue()
             thread = threading.Thread(
@@ -88,38 +148,140 @@ class CpuAdapter:
 
     def _ask(self, direction: str, source: Tensor, target: Tensor, after: Copy | None) -> Copy:
         future: Future[None] = Future()
-        self._queues[direction].put((future, source, target, after))
-        return _ThreadCopy(future)
+        copy = _ThreadCopy(future, self.mark)
+        self._queues[direction].put((copy, source, target, after, self._ready()))
+        return copy
 
     def _work(self, direction: str) -> None:
         while True:
             job = self._queues[direction].get()
             if job is None:
                 return
-            future, source, target, after = job
+            copy, source, target, after, ready = job
             try:
-                if after is not None:
-                    after.wait()
-                self._pace(source.numel(), direction)
-                self._copy(source, target)
+                if isinstance(after, _ThreadCopy):
+                    after._future.result()
+                self._wait_until(ready)
+                began_at = time.perf_counter()
+                self._copy_in_chunks(copy, source, target, direction)
+                self._rates.add(direction, source.numel(), time.perf_counter() - began_at)
                 del job, source, target, after  # whoever hears that it is done may count on this being gone
-                future.set_result(None)
+                copy._future.set_result(None)
             except BaseException as error:
-                future.set_exception(error)
-            del future
+                copy._future.set_exception(error)
+            del copy
 
-    @staticmethod
-    def _copy(source: Tensor, target: Tensor) -> None:
-        target.copy_(source)
+    def _copy_in_chunks(self, copy: _ThreadCopy, source: Tensor, target: Tensor, direction: str) -> None:
+        for begin in range(0, source.numel(), self._chunk_bytes):
+            end = min(begin + self._chunk_bytes, source.numel())
+            with self._turn(direction, copy):
+                if self._pace is not None:
+                    self._pace(end - begin, direction)
+                self._copy(source[begin:end], target[begin:end])
+        if isinstance(self._pace, EmulatedLink) and self._queues[direction].empty():
+            self._pace.state.rest(direction)
 
-    def now(self) -> float:
+    @contextlib.contextmanager
+    def _turn(self, direction: str, copy: _ThreadCopy) -> Iterator[None]:
+        if self._turns is None:
+            yield
+            return
+        self._turns.take_turn(direction, is_urgent=copy.is_urgent)
+        try:
+            yield
+        finally:
+            if isinstance(self._pace, EmulatedLink):
+                self._pace.state.rest(direction)  # whose turn it is has the link to itself
+            self._turns.end_turn(direction)
+
+    def _ready(self) -> Any:
+        """What the copy has to wait for in the computing."""
+        return None
+
+    def _wait_until(self, ready: Any) -> None:
+        pass
+
+    def _copy(self, source: Tensor, target: Tensor) -> None:
+        raise NotImplementedError
+
+    def mark(self) -> Mark:
         return time.perf_counter()
+
+    def between(self, begin: Mark, end: Mark) -> float | None:
+        seconds: float = end - begin
+        return seconds
+
+    def rates(self) -> dict[str, float]:
+        return self._rates.get()
 
     def close(self) -> None:
         for jobs in self._queues.values():
             jobs.put(None)
         for thread in self._threads:
             thread.join()
+
+
+class CpuAdapter(_ThreadAdapter):
+    """The device is this process's memory: a thread for each direction copies to and from the host tier."""
+
+    device = torch.device("cpu")
+
+    def __init__(
+        self, pace: Callable[[int, str], None] | None = None, turns: LinkState | None = None
+    ) -> None:
+        """Start the threads.
+
+        Args:
+            pace: Called before a chunk of a copy with its bytes and `out` or `in`; returns when an emulated
+                link would have brought them.
+            turns: With whom copies take turns.
+        """
+        super().__init__(pace=pace, turns=turns)
+
+    def _copy(self, source: Tensor, target: Tensor) -> None:
+        target.copy_(source)
+
+    def now(self) -> float:
+        return time.perf_counter()
+
+
+def _event(stream: "torch.cuda.Stream") -> "torch.cuda.Event":
+    event = torch.cuda.Event(enable_timing=True)
+    event.record(stream)
+    return event
+
+
+def _between(begin: "torch.cuda.Event", end: "torch.cuda.Event") -> float | None:
+    if not (begin.query() and end.query()):
+        return None
+    return float(begin.elapsed_time(end)) / 1e3
+
+
+class TurnsCudaAdapter(_ThreadAdapter):
+    """A CUDA device behind a link on which it takes turns: a thread issues each chunk when it may."""
+
+    def __init__(self, device: torch.device, turns: LinkState) -> None:
+        """Make the streams."""
+        self.device = device
+        self._streams = {"out": torch.cuda.Stream(device), "in": torch.cuda.Stream(device)}
+        super().__init__(turns=turns)
+
+    def _ready(self) -> Any:
+        # The stream that computes now: the source is made there, the target's memory was used there before.
+        return _event(torch.cuda.current_stream(self.device))
+
+    def _wait_until(self, ready: Any) -> None:
+        ready.synchronize()
+
+    def _copy(self, source: Tensor, target: Tensor) -> None:
+        stream = self._streams["in" if target.is_cuda else "out"]
+        with torch.cuda.stream(stream):
+            target.copy_(source, non_blocking=True)
+        stream.synchronize()
+
+    def now(self) -> float:
+        torch.cuda.current_stream(self.device).synchronize()
+        return time.perf_counter()
 
 
 class _StreamCopy:
@@ -129,9 +291,14 @@ class _StreamCopy:
     def is_done(self) -> bool:
         return bool(self._event.query())
 
-    def wait(self) -> None:
+    def wait(self) -> tuple[Mark, Mark] | None:
+        if self._event.query():
+            return None
         # The stream that computes now, asked for each time: it may be another one than at the last copy.
-        torch.cuda.current_stream(self._device).wait_event(self._event)
+        compute = torch.cuda.current_stream(self._device)
+        begin = _event(compute)
+        compute.wait_event(self._event)
+        return begin, _event(compute)
 
     def wait_on(self, stream: "torch.cuda.Stream") -> None:
         stream.wait_event(self._event)
@@ -143,51 +310,51 @@ class CudaAdapter:
     def __init__(self, device: torch.device) -> None:
         """Make the streams."""
         self.device = device
-        self._out, self._in = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        self._streams = {"out": torch.cuda.Stream(device), "in": torch.cuda.Stream(device)}
+        self._timed: deque[tuple[str, int, Mark, Mark]] = deque()
+        self._rates = _Rates()
 
     def copy_out(self, source: Tensor, target: Tensor) -> Copy:
-        compute = torch.cuda.current_stream(self.device)  # before the other one becomes current
-        self._out.wait_stream(compute)
-        with torch.cuda.stream(self._out):
-            target.copy_(source, non_blocking=True)
-            event = torch.cuda.Event()
-            event.record(self._out)
-        return _StreamCopy(event, self.device)
+        return self._copy("out", source, target, None)
 
     def copy_in(self, source: Tensor, target: Tensor, after: Copy | None) -> Copy:
-        compute = torch.cuda.current_stream(self.device)
-        self._in.wait_stream(compute)  # the target was allocated there, in memory that it may still use
+        return self._copy("in", source, target, after)
+
+    def _copy(self, direction: str, source: Tensor, target: Tensor, after: Copy | None) -> Copy:
+        stream = self._streams[direction]
+        # Taken before the other stream becomes current. The source is made on it; the target was allocated
+        # on it, in memory that it may still use.
+        stream.wait_stream(torch.cuda.current_stream(self.device))
         if isinstance(after, _StreamCopy):
-            after.wait_on(self._in)
-        with torch.cuda.stream(self._in):
+            after.wait_on(stream)
+        with torch.cuda.stream(stream):
+            begin = _event(stream)
             target.copy_(source, non_blocking=True)
-            event = torch.cuda.Event()
-            event.record(self._in)
-        return _StreamCopy(event, self.device)
+            end = _event(stream)
+        self._timed.append((direction, source.numel(), begin, end))
+        return _StreamCopy(end, self.device)
 
     def now(self) -> float:
         torch.cuda.current_stream(self.device).synchronize()
         return time.perf_counter()
 
+    def mark(self) -> Mark:
+        return _event(torch.cuda.current_stream(self.device))
+
+    def between(self, begin: Mark, end: Mark) -> float | None:
+        return _between(begin, end)
+
+    def rates(self) -> dict[str, float]:
+        while self._timed:
+            direction, size_bytes, begin, end = self._timed[0]
+            seconds = _between(begin, end)
+            if seconds is None:
+                break
+            self._rates.add(direction, size_bytes, seconds)
+            self._timed.popleft()
+        return self._rates.get()
+
     def close(self) -> None:
-        self._out.synchronize()
-        self._in.synchronize()
-
-
-class Pace:
-    """An emulated link: copies take as long as their bytes would on it, one after the other.
-
-    Processes that are forked after it was made share it.
-    """
-
-    def __init__(self, out_bytes_per_s: float, in_bytes_per_s: float) -> None:
-        self._rates = {"out": out_bytes_per_s, "in": in_bytes_per_s}
-        self._free_at = {direction: multiprocessing.Value("d", 0.0) for direction in self._rates}
-
-    def __call__(self, size_bytes: int, direction: str) -> None:
-        free_at = self._free_at[direction]
-        with free_at.get_lock():
-            now = time.monotonic()
-            end = max(now, free_at.value) + size_bytes / self._rates[direction]
-            free_at.value = end
-        time.sleep(max(0.0, end - now))
+        for stream in self._streams.values():
+            stream.synchronize()
+        self._timed.clear()

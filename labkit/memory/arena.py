@@ -1,17 +1,23 @@
 """Host memory of fixed size, whose pages are there before they are used; first fit, neighbours are joined."""
 
+import errno
 import mmap
 import os
 import tempfile
 import threading
 from pathlib import Path
 
+import psutil
 import torch
 from torch import Tensor
 
 from labkit.errors import ConfigError
 
 _ALIGNED = 4096
+
+
+class NoRoom(ConfigError):
+    """The tier is there, and has too little room."""
 
 
 class HostArena:
@@ -25,7 +31,8 @@ class HostArena:
             tier: `ram`, `pinned` (page-locked for a CUDA device) or `mmap:FOLDER` (a file that has no name).
 
         Raises:
-            ConfigError: there is no room, or the folder can't be written.
+            NoRoom: there is too little.
+            ConfigError: the folder can't be written.
         """
         self.size_bytes = size_bytes // _ALIGNED * _ALIGNED
         self._map: mmap.mmap | None = None
@@ -41,13 +48,18 @@ class HostArena:
             self._map = mmap.mmap(fd, self.size_bytes)
             os.close(fd)
             return torch.frombuffer(self._map, dtype=torch.uint8)
+        if self.size_bytes > psutil.virtual_memory().available:
+            raise NoRoom(
+                f"memory.host_budget must be at most the {psutil.virtual_memory().available} bytes that are "
+                f"free, got {self.size_bytes}. Lower it, or name a folder: memory.tier=mmap:FOLDER."
+            )
         # Touched: the first touch of a page costs more than a copy.
         region = torch.zeros(self.size_bytes, dtype=torch.uint8)
         if tier == "pinned":
             # One region, locked once: locking tensor by tensor takes milliseconds each and rounds sizes up.
             code = torch.cuda.cudart().cudaHostRegister(region.data_ptr(), self.size_bytes, 0)
             if int(code) != 0:
-                raise ConfigError(
+                raise NoRoom(
                     f"memory.host_budget must be memory that can be page-locked, got {self.size_bytes} "
                     f"bytes: CUDA error {int(code)}. Lower it, or raise the limit (ulimit -l)."
                 )
@@ -97,12 +109,16 @@ class HostArena:
 
 def _file(folder: Path, size_bytes: int) -> int:
     """A file without a name, all of whose blocks are there."""
+    fd = -1
     try:
         fd, path = tempfile.mkstemp(dir=folder, prefix="labkit-")
         os.unlink(path)
         os.posix_fallocate(fd, 0, size_bytes)
     except OSError as error:
-        raise ConfigError(
+        if fd >= 0:
+            os.close(fd)
+        kind = NoRoom if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) else ConfigError
+        raise kind(
             f"memory.tier must be a folder with {size_bytes} bytes of room, got {folder}: "
             f"{error.strerror or error}. Name another one, or lower memory.host_budget."
         ) from None

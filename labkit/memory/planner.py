@@ -4,6 +4,7 @@ Greedy with the simulator as the judge, then local improvement. It is not claime
 against all plans of small profiles.
 """
 
+import heapq
 import itertools
 import math
 from collections.abc import Iterator, Sequence
@@ -16,6 +17,7 @@ from labkit.memory.simulate import Outcome, simulate
 _MOST_ROUNDS = 4
 _MOST_PLANS = 1000  # looked at one by one
 _MOST_PAIRED = 24  # decisions that are exchanged in pairs
+_MOST_LOOKS = 400_000  # blocks looked at while improving: large profiles get fewer rounds, not more minutes
 
 
 class Infeasible(ConfigError):
@@ -43,12 +45,14 @@ class Plan:
     Attributes:
         decisions: By block; shape (blocks,).
         outcome: As simulated.
-        window_bytes: Of copies under way in each direction.
+        window_bytes: Of copies under way in each direction; None: as the budget leaves room.
+        link: It was made for.
     """
 
     decisions: tuple[Decision, ...]
     outcome: Outcome
-    window_bytes: int
+    window_bytes: int | None
+    link: Link
 
     def __str__(self) -> str:
         counts = {what: self.decisions.count(what) for what in Decision}
@@ -61,7 +65,7 @@ def make_plan(
     *,
     budget_bytes: int | None,
     host_bytes: int | None = None,
-    window_bytes: int,
+    window_bytes: int | None = None,
     allowed: Sequence[Decision] = tuple(Decision),
     reserved_bytes: int = 0,
 ) -> Plan:
@@ -72,7 +76,7 @@ def make_plan(
         link: This worker's share of it.
         budget_bytes: Most bytes of blocks on the device; None: no limit, everything stays.
         host_bytes: Most bytes that may be offloaded; None: no limit.
-        window_bytes: Of copies under way in each direction.
+        window_bytes: Of copies under way in each direction; None: as the budget leaves room.
         allowed: Decisions that may be made.
         reserved_bytes: On the device beside the budget, for the error to name the whole.
 
@@ -92,7 +96,7 @@ class _Search:
         link: Link,
         budget_bytes: int | None,
         host_bytes: int | None,
-        window_bytes: int,
+        window_bytes: int | None,
         allowed: tuple[Decision, ...],
     ) -> None:
         self._profile, self._link, self._window_bytes = profile, link, window_bytes
@@ -103,7 +107,7 @@ class _Search:
     def run(self) -> Plan:
         chosen = self._all() if self._num_plans() <= _MOST_PLANS else self._search()
         outcome = self._outcome(chosen)
-        return Plan(self._decisions(chosen), outcome, self._window_bytes)
+        return Plan(self._decisions(chosen), outcome, self._window_bytes, self._link)
 
     def _num_plans(self) -> int:
         return math.prod(len(self._options(item)) for item in self._items)
@@ -131,7 +135,13 @@ class _Search:
     def _outcome(self, chosen: Sequence[Decision]) -> Outcome:
         key = tuple(chosen)
         if key not in self._known:
-            self._known[key] = simulate(self._profile, self._decisions(key), self._link, self._window_bytes)
+            self._known[key] = simulate(
+                self._profile,
+                self._decisions(key),
+                self._link,
+                budget_bytes=self._budget_bytes,
+                window_bytes=self._window_bytes,
+            )
         return self._known[key]
 
     def _score(self, chosen: Sequence[Decision]) -> tuple[int, float, int]:
@@ -143,23 +153,51 @@ class _Search:
         return over, outcome.step_s, outcome.moved_bytes
 
     def _fill(self, chosen: list[Decision]) -> list[Decision]:
-        """Take, one by one, the change that frees most for the time that it costs, until the step fits."""
-        score = self._score(chosen)
-        while score[0] > 0:
-            best: tuple[float, list[Decision], tuple[int, float, int]] | None = None
-            for place, option in self._changes(chosen):
-                tried = [*chosen[:place], option, *chosen[place + 1 :]]
-                found = self._score(tried)
-                freed = score[0] - found[0]
-                if freed <= 0:
-                    continue
-                gain = freed / (max(0.0, found[1] - score[1]) + 1e-9)
-                if best is None or gain > best[0]:
-                    best = gain, tried, found
-            if best is None:
-                return self._fill_blindly(chosen)
-            _, chosen, score = best
+        """Take, one by one, the change that frees most for the time that it costs, until the step fits.
+
+        What a change gains falls as others are made, so only those are looked at again that were best before
+        (Minoux 1978, lazy greedy).
+        """
+        before = math.inf
+        while 0 < self._excess(self._outcome(chosen)) < before:
+            before = self._excess(self._outcome(chosen))
+            chosen = self._fill_once(chosen)
+        return chosen if self._score(chosen)[0] == 0 else self._fill_blindly(chosen)
+
+    def _fill_once(self, chosen: list[Decision]) -> list[Decision]:
+        queue = [(-math.inf, place, option) for place, option in self._changes(chosen)]
+        while self._score(chosen)[0] > 0 and queue:
+            _, place, option = heapq.heappop(queue)
+            if chosen[place] is option:
+                continue
+            found = self._gain(chosen, place, option)
+            if found <= 0:
+                continue
+            if queue and found < -queue[0][0]:
+                heapq.heappush(queue, (-found, place, option))
+                continue
+            chosen = [*chosen[:place], option, *chosen[place + 1 :]]
         return chosen
+
+    def _gain(self, chosen: list[Decision], place: int, option: Decision) -> float:
+        """What a change frees above the budget for each second that it costs."""
+        before = self._outcome(chosen)
+        after = self._outcome([*chosen[:place], option, *chosen[place + 1 :]])
+        freed = self._excess(before) - self._excess(after)
+        return freed / (max(0.0, after.step_s - before.step_s) + 1e-9)
+
+    def _excess(self, outcome: Outcome) -> float:
+        """Bytes above the budget, for as long as they are there.
+
+        The peak alone would not do: where it is reached twice, no single change lowers it.
+        """
+        limit = math.inf if self._budget_bytes is None else self._budget_bytes
+        found = 0.0
+        for (begin_s, live), (end_s, _) in itertools.pairwise(outcome.live):
+            found += max(0.0, live - limit) * (end_s - begin_s + 1e-9)
+        if self._host_bytes is not None:
+            found += max(0, outcome.moved_bytes - self._host_bytes) * outcome.step_s
+        return found
 
     def _fill_blindly(self, chosen: list[Decision]) -> list[Decision]:
         """Where no single change lowers the peak (it is reached twice), move what lies longest."""
@@ -186,6 +224,8 @@ class _Search:
         for _ in range(_MOST_ROUNDS):
             before = self._score(chosen)
             for place, option in self._changes(chosen):
+                if len(self._known) * len(self._profile.blocks) > _MOST_LOOKS:
+                    return chosen
                 tried = [*chosen[:place], option, *chosen[place + 1 :]]
                 if self._score(tried) < self._score(chosen):
                     chosen = tried

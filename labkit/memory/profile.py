@@ -1,6 +1,6 @@
 """What a training step saves for its backward pass, as it was recorded once. No torch here."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 
@@ -23,6 +23,7 @@ class Block:
         segment: Which part of the model computed it, in the order of the forward pass; -1: none that can be
             computed again.
         is_movable: It may be offloaded.
+        name: For people.
     """
 
     size_bytes: int
@@ -30,6 +31,7 @@ class Block:
     needed_s: float
     segment: int = -1
     is_movable: bool = True
+    name: str = ""
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,7 @@ class Profile:
         step_s: Seconds of compute of forward and backward.
         recompute_s: Seconds that computing each segment takes; shape (segments,).
         boundary_bytes: Bytes of what goes into each segment, which stay when it is computed again.
+        gradient_bytes: That go over the same link in each direction during the backward pass; 0: none do.
     """
 
     blocks: tuple[Block, ...]
@@ -49,11 +52,16 @@ class Profile:
     step_s: float
     recompute_s: tuple[float, ...] = ()
     boundary_bytes: tuple[int, ...] = ()
+    gradient_bytes: int = 0
 
     @property
     def saved_bytes(self) -> int:
         """Of all blocks."""
         return sum(block.size_bytes for block in self.blocks)
+
+    def with_gradients(self, gradient_bytes: int) -> "Profile":
+        """The same beside other traffic."""
+        return replace(self, gradient_bytes=gradient_bytes)
 
 
 @dataclass(frozen=True)
@@ -77,3 +85,11 @@ class Link:
     def in_s(self, size_bytes: int) -> float:
         """Seconds to bring it back."""
         return self.latency_s + size_bytes / self.in_bytes_per_s
+
+    def is_like(self, other: "Link", factor: float) -> bool:
+        """Both rates are less than so many times apart."""
+        pairs = (
+            (self.out_bytes_per_s, other.out_bytes_per_s),
+            (self.in_bytes_per_s, other.in_bytes_per_s),
+        )
+        return all(max(pair) < factor * min(pair) for pair in pairs)

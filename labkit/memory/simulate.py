@@ -1,15 +1,45 @@
 """What a plan costs: step time, stalls and peak, from a profile and the rates of a link. No torch here.
 
-The model is the engine's: one copy at a time in each direction, in the order in which they were asked for; a
-window bounds the bytes that are on their way out, and those that came back before they are needed; compute
-waits only for those two.
+The model is the engine's. Copies of one direction are done one after the other, in the order in which they
+were asked for. In the forward pass compute goes on while blocks leave, until the next block would not fit the
+budget: then it waits for the oldest copy. In the backward pass blocks come back in the order of their need,
+each as soon as there is room for it and for whatever is computed again before its turn. A window, where one
+is given, bounds the bytes under way besides.
+
+One worker is described once, as a generator that says what it waits for, and driven in two ways: over a link
+of constant rate (fast: the planner asks thousands of times), and together with others over an uplink whose
+rate depends on how many copy at the moment.
 """
 
-from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass
+import math
+from collections import Counter, deque
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
 
 from labkit.memory.profile import Decision, Link, Profile
+from labkit.memory.uplink import Uplink
+
+Direction = Literal["out", "in"]
+
+
+@dataclass(eq=False)
+class Transfer:
+    """A copy.
+
+    Attributes:
+        block: Which block of the profile; -1: gradients, on their way to other workers.
+        direction: `out`: from the device.
+        size_bytes: Of it.
+        begin_s: When it began.
+        end_s: When it was done.
+    """
+
+    block: int
+    direction: Direction
+    size_bytes: int
+    begin_s: float = math.inf
+    end_s: float = math.inf
 
 
 @dataclass(frozen=True)
@@ -22,7 +52,9 @@ class Outcome:
         recompute_s: Of them, computing again.
         peak_bytes: Most bytes of blocks on the device at once.
         moved_bytes: Brought out, and back again.
-        stalls_s: Waiting for each block; shape (blocks,).
+        stalls_s: Waiting for each block, or for room for it; shape (blocks,).
+        transfers: Copies in the order in which they were asked for.
+        live: Seconds and bytes on the device from then on.
     """
 
     step_s: float
@@ -31,114 +63,422 @@ class Outcome:
     peak_bytes: int
     moved_bytes: int
     stalls_s: tuple[float, ...]
+    transfers: tuple[Transfer, ...] = field(repr=False, default=())
+    live: tuple[tuple[float, int], ...] = field(repr=False, default=())
 
 
-class _Ledger:
-    """Bytes on the device over time, whatever the order in which changes become known."""
+@dataclass(frozen=True)
+class Limits:
+    """What a step may have.
 
-    def __init__(self) -> None:
-        self._changes: list[tuple[float, int, int]] = []
+    Attributes:
+        budget_bytes: Of blocks on the device; None: no limit.
+        window_bytes: Of copies under way in each direction; None: no limit beside the budget.
+    """
 
-    def add(self, at_s: float, size_bytes: int) -> None:
-        self._changes.append((at_s, 0 if size_bytes < 0 else 1, size_bytes))  # what goes, goes first
+    budget_bytes: int | None = None
+    window_bytes: int | None = None
 
-    def peak(self) -> int:
-        now = peak = 0
-        for _, _, change in sorted(self._changes):
+
+@dataclass(frozen=True)
+class Backward:
+    """The backward pass as it is planned.
+
+    Attributes:
+        order: Blocks in the order in which they are needed; shape (blocks,).
+        held: Bytes that are on the device when each of them is needed, but for those that come back; shape
+            (blocks,).
+        bursts: Bytes by which `held` rises after a place, at most; shape (blocks,).
+        hidden: Of `held`, what was computed again, which no hook sees; shape (blocks,).
+    """
+
+    order: tuple[int, ...]
+    held: tuple[int, ...]
+    bursts: tuple[int, ...]
+    hidden: tuple[int, ...]
+
+
+def backward_of(profile: Profile, plan: Sequence[Decision]) -> Backward:
+    """What a plan means for the backward pass."""
+    blocks = profile.blocks
+    order = sorted(range(len(blocks)), key=lambda index: blocks[index].needed_s)
+    again = sorted({b.segment for b, what in zip(blocks, plan, strict=True) if what is Decision.RECOMPUTE})
+    held_now = sum(b.size_bytes for b, what in zip(blocks, plan, strict=True) if what is Decision.KEEP)
+    held_now += sum(profile.boundary_bytes[segment] for segment in again)
+    left = Counter(block.segment for block in blocks)
+    segment_bytes = _segment_bytes(profile)
+    begun: set[int] = set()
+    held, hidden, hidden_now = [], [], 0
+    for index in order:
+        block, what = blocks[index], plan[index]
+        if what is Decision.RECOMPUTE and block.segment not in begun:
+            begun.add(block.segment)
+            held_now += segment_bytes[block.segment]
+            hidden_now += segment_bytes[block.segment]
+        held.append(held_now)
+        hidden.append(hidden_now)
+        if what is not Decision.OFFLOAD:
+            held_now -= block.size_bytes
+        if what is Decision.RECOMPUTE:
+            hidden_now -= block.size_bytes
+            left[block.segment] -= 1
+            if not left[block.segment]:
+                held_now -= profile.boundary_bytes[block.segment]
+    bursts = [0] * len(order)
+    most = 0
+    for place in range(len(order) - 1, -1, -1):
+        most = max(most, held[place])
+        bursts[place] = most - held[place]
+    return Backward(tuple(order), tuple(held), tuple(bursts), tuple(hidden))
+
+
+def _segment_bytes(profile: Profile) -> "Counter[int]":
+    found: Counter[int] = Counter()
+    for block in profile.blocks:
+        found[block.segment] += block.size_bytes
+    return found
+
+
+@dataclass(frozen=True)
+class _Wait:
+    """Wait for a copy."""
+
+    transfer: Transfer
+
+
+_Request = float | Transfer | _Wait  # seconds of compute, a copy to begin, a wait
+_Script = Generator[_Request, float, Outcome]
+
+
+class _Worker:
+    """One worker's step; `script` yields what it does and is sent the time by then."""
+
+    def __init__(self, profile: Profile, plan: Sequence[Decision], limits: Limits) -> None:
+        self._profile, self._plan = profile, plan
+        self._budget = math.inf if limits.budget_bytes is None else limits.budget_bytes
+        self._window = math.inf if limits.window_bytes is None else limits.window_bytes
+        self._changes: list[tuple[float, int]] = []
+        self._live = 0
+        self._leaving: deque[Transfer] = deque()
+        self._leaving_bytes = 0
+        self._stayed: set[int] = set()  # needed before they had left
+        self._stalls = [0.0] * len(profile.blocks)
+        self._transfers: list[Transfer] = []
+
+    def _change(self, at_s: float, size_bytes: int) -> None:
+        self._changes.append((at_s, size_bytes))
+        self._live += size_bytes
+
+    def _reap(self, now: float) -> None:
+        while self._leaving and self._leaving[0].end_s <= now:
+            gone = self._leaving.popleft()
+            self._leaving_bytes -= gone.size_bytes
+            if gone.block not in self._stayed:
+                self._change(gone.end_s, -gone.size_bytes)
+
+    def _copy(self, transfer: Transfer) -> Transfer:
+        self._transfers.append(transfer)
+        return transfer
+
+    def _make_room(self, now: float, size_bytes: int, block: int) -> Generator[_Request, float, float]:
+        """Wait for the oldest copies out until so much more fits, as far as that helps."""
+        self._reap(now)
+        while self._leaving and self._live + size_bytes > self._budget:
+            began_at = now
+            now = yield _Wait(self._leaving[0])
+            self._stalls[block] += now - began_at
+            self._reap(now)
+        return now
+
+    def script(self) -> _Script:
+        now, out = yield from self._forward()
+        return (yield from self._backward(now, out))
+
+    def _forward(self) -> Generator[_Request, float, tuple[float, dict[int, Transfer]]]:
+        profile, plan, blocks = self._profile, self._plan, self._profile.blocks
+        out: dict[int, Transfer] = {}
+        now = at = 0.0
+        begun: set[int] = set()
+        for index, block in enumerate(blocks):
+            is_again = plan[index] is Decision.RECOMPUTE
+            if is_again and block.segment in begun:
+                continue
+            size_bytes = profile.boundary_bytes[block.segment] if is_again else block.size_bytes
+            now = yield from self._make_room(now, size_bytes, index)
+            now = yield max(0.0, block.saved_s - at)
+            at = max(at, block.saved_s)
+            self._reap(now)
+            self._change(now, size_bytes)
+            if is_again:
+                begun.add(block.segment)
+            if plan[index] is not Decision.OFFLOAD:
+                continue
+            while self._leaving and self._leaving_bytes + size_bytes > self._window:
+                began_at = now
+                now = yield _Wait(self._leaving[0])
+                self._stalls[index] += now - began_at
+                self._reap(now)
+            transfer = self._copy(Transfer(index, "out", size_bytes))
+            out[index] = transfer
+            now = yield transfer
+            self._leaving.append(transfer)
+            self._leaving_bytes += size_bytes
+        now = yield max(0.0, profile.forward_s - at)
+        return now, out
+
+    def _backward(self, now: float, out: dict[int, Transfer]) -> _Script:
+        profile, plan, blocks = self._profile, self._plan, self._profile.blocks
+        backward = backward_of(profile, plan)
+        coming = deque(index for index in backward.order if plan[index] is Decision.OFFLOAD)
+        back: dict[int, Transfer] = {}
+        waiting_bytes = 0
+        gradients: list[Transfer] = []
+        if profile.gradient_bytes:
+            for direction in ("out", "in"):
+                gradients.append(Transfer(-1, direction, profile.gradient_bytes))
+                now = yield gradients[-1]
+        at, recompute_s = profile.forward_s, 0.0
+        begun: set[int] = set()
+        left, segment_bytes = Counter(block.segment for block in blocks), _segment_bytes(profile)
+        last: int | None = None
+        for place, index in enumerate(backward.order):
+            block = blocks[index]
+            now = yield max(0.0, block.needed_s - at)
+            at = max(at, block.needed_s)
+            self._reap(now)
+            if last is not None:
+                self._release(now, last, left)
+            while coming:
+                other = coming[0]
+                size_bytes = blocks[other].size_bytes
+                if out[other].end_s > now:  # it is still there
+                    if other != index:
+                        break
+                    self._stayed.add(coming.popleft())
+                    continue
+                if other == index:  # it can't wait
+                    now = yield from self._make_room(now, size_bytes, index)
+                elif waiting_bytes + size_bytes > self._window and waiting_bytes:
+                    break
+                elif self._live + size_bytes + backward.bursts[place] > self._budget:
+                    break
+                coming.popleft()
+                waiting_bytes += size_bytes
+                self._change(now, size_bytes)
+                back[other] = self._copy(Transfer(other, "in", size_bytes))
+                now = yield back[other]
+            if plan[index] is Decision.RECOMPUTE and block.segment not in begun:
+                begun.add(block.segment)
+                now = yield from self._make_room(now, segment_bytes[block.segment], index)
+                self._change(now, segment_bytes[block.segment])
+                now = yield profile.recompute_s[block.segment]
+                recompute_s += profile.recompute_s[block.segment]
+            if index in back:
+                began_at = now
+                if back[index].end_s > now:
+                    now = yield _Wait(back[index])
+                self._stalls[index] += now - began_at
+                waiting_bytes -= block.size_bytes
+            last = index
+        now = yield max(0.0, profile.step_s - at)
+        self._reap(math.inf)
+        if last is not None:
+            self._release(now, last, left)
+        stall_s = sum(self._stalls)
+        for transfer in gradients:
+            began_at = now
+            if transfer.end_s > now:
+                now = yield _Wait(transfer)
+            stall_s += now - began_at
+        return self._outcome(now, stall_s, recompute_s)
+
+    def _release(self, now: float, index: int, left: "Counter[int]") -> None:
+        """A block has been used, and with the last one of a segment what went into it."""
+        block = self._profile.blocks[index]
+        self._change(now, -block.size_bytes)
+        if self._plan[index] is Decision.RECOMPUTE:
+            left[block.segment] -= 1
+            if not left[block.segment]:
+                self._change(now, -self._profile.boundary_bytes[block.segment])
+
+    def _outcome(self, step_s: float, stall_s: float, recompute_s: float) -> Outcome:
+        live, now, peak = [], 0, 0
+        # What goes, goes first.
+        for at_s, change in sorted(self._changes, key=lambda one: (one[0], one[1] > 0)):
             now += change
             peak = max(peak, now)
-        return peak
+            live.append((at_s, now))
+        moved = sum(t.size_bytes for t in self._transfers if t.direction == "out")
+        return Outcome(
+            step_s,
+            stall_s,
+            recompute_s,
+            peak,
+            moved,
+            tuple(self._stalls),
+            tuple(self._transfers),
+            tuple(live),
+        )
 
 
-def simulate(profile: Profile, plan: Sequence[Decision], link: Link, window_bytes: int) -> Outcome:
-    """Run one step.
+def simulate(
+    profile: Profile,
+    plan: Sequence[Decision],
+    link: Link,
+    *,
+    budget_bytes: int | None = None,
+    window_bytes: int | None = None,
+) -> Outcome:
+    """Run one step of one worker.
 
     Args:
         profile: What was recorded.
         plan: Decision for each block; shape (blocks,). All blocks of a segment are computed again or none.
         link: This worker's share of it.
-        window_bytes: Of copies under way, in each direction; one block at least is always let through.
+        budget_bytes: Of blocks on the device, which compute waits for; None: no limit. A plan that can't
+            keep to it comes out with a higher peak.
+        window_bytes: Of copies under way, in each direction; one block at least is always let through. None:
+            no limit beside the budget.
     """
-    blocks, ledger = profile.blocks, _Ledger()
-    stalls = [0.0] * len(blocks)
-    late = 0.0  # how far the clock is behind compute time
-    out_free_at = in_free_at = 0.0
-    leaving: deque[tuple[float, int]] = deque()  # end and bytes of copies out
-    left_at = [0.0] * len(blocks)
+    if profile.gradient_bytes:  # they take turns with blocks, which a constant rate can't tell
+        uplink = Uplink((link.out_bytes_per_s,), (link.in_bytes_per_s,), latency_s=link.latency_s)
+        limits = Limits(budget_bytes, window_bytes)
+        return simulate_shared([profile], [plan], uplink, limits=limits)[0]
+    script = _Worker(profile, plan, Limits(budget_bytes, window_bytes)).script()
+    now = out_free_at = in_free_at = 0.0
+    request = next(script)
+    try:
+        while True:
+            if isinstance(request, _Wait):
+                now = max(now, request.transfer.end_s)
+            elif not isinstance(request, Transfer):
+                now += request
+            elif request.direction == "out":
+                request.begin_s = max(out_free_at, now)
+                request.end_s = out_free_at = request.begin_s + link.out_s(request.size_bytes)
+            else:
+                request.begin_s = max(in_free_at, now)
+                request.end_s = in_free_at = request.begin_s + link.in_s(request.size_bytes)
+            request = script.send(now)
+    except StopIteration as end:
+        return _outcome_of(end)
 
-    again = {block.segment for block, what in zip(blocks, plan, strict=True) if what is Decision.RECOMPUTE}
-    for segment in sorted(again):
-        size_bytes = profile.boundary_bytes[segment]
-        first = min(block.saved_s for block in blocks if block.segment == segment)
-        last = max(block.needed_s for block in blocks if block.segment == segment)
-        ledger.add(first, size_bytes)
-        ledger.add(last, -size_bytes)
 
-    # Forward: what leaves takes its place until it has left.
-    for index, block in enumerate(blocks):
-        now = block.saved_s + late
-        if plan[index] is Decision.RECOMPUTE:
-            continue
-        ledger.add(now, block.size_bytes)
-        if plan[index] is Decision.KEEP:
-            continue
-        while leaving and leaving[0][0] <= now:
-            leaving.popleft()
-        while leaving and sum(size for _, size in leaving) + block.size_bytes > window_bytes:
-            end, _ = leaving.popleft()
-            stalls[index] += max(0.0, end - now)
-            late += max(0.0, end - now)
-            now = max(now, end)
-        out_free_at = max(out_free_at, now) + link.out_s(block.size_bytes)
-        leaving.append((out_free_at, block.size_bytes))
-        left_at[index] = out_free_at
-        ledger.add(out_free_at, -block.size_bytes)
+def _outcome_of(end: StopIteration) -> Outcome:
+    outcome: Outcome = end.value
+    return outcome
 
-    # Backward: what is needed first comes back first, as far ahead as the window lets it.
-    order = sorted(range(len(blocks)), key=lambda index: blocks[index].needed_s)
-    coming = deque(index for index in order if plan[index] is Decision.OFFLOAD)
-    there_at = [0.0] * len(blocks)
-    waiting_bytes = 0
-    backward_at = profile.forward_s + late
 
-    def fetch(now: float) -> None:
-        nonlocal waiting_bytes, in_free_at
-        while coming:
-            index = coming[0]
-            size_bytes = blocks[index].size_bytes
-            if waiting_bytes and waiting_bytes + size_bytes > window_bytes:
-                return
-            coming.popleft()
-            waiting_bytes += size_bytes
-            begins_at = max(in_free_at, now, left_at[index])
-            ledger.add(begins_at, size_bytes)
-            in_free_at = begins_at + link.in_s(size_bytes)
-            there_at[index] = in_free_at
+class _Queue:
+    """Copies of one worker in one direction, one after the other."""
 
-    fetch(backward_at)
-    done: set[int] = set()
-    recompute_s = 0.0
-    for place, index in enumerate(order):
-        block = blocks[index]
-        now = block.needed_s + late
-        if plan[index] is Decision.RECOMPUTE and block.segment not in done:
-            done.add(block.segment)
-            for other, what in zip(blocks, plan, strict=True):  # all of it is there before any is used
-                if what is Decision.RECOMPUTE and other.segment == block.segment:
-                    ledger.add(now, other.size_bytes)
-            recompute_s += profile.recompute_s[block.segment]
-            late += profile.recompute_s[block.segment]
-            now = block.needed_s + late
-        if plan[index] is Decision.OFFLOAD:
-            stall = max(0.0, there_at[index] - now)
-            stalls[index] += stall
-            late += stall
-            now += stall
-            waiting_bytes -= block.size_bytes
-            fetch(now)
-        end = profile.step_s + late
-        if place + 1 < len(order):
-            end = max(now, blocks[order[place + 1]].needed_s + late)
-        ledger.add(end, -block.size_bytes)
-    moved = sum(b.size_bytes for b, what in zip(blocks, plan, strict=True) if what is Decision.OFFLOAD)
-    return Outcome(profile.step_s + late, sum(stalls), recompute_s, ledger.peak(), moved, tuple(stalls))
+    def __init__(self, direction: Direction) -> None:
+        self.direction: Direction = direction
+        self.waiting: deque[Transfer] = deque()
+        self.latency_left_s = self.bytes_left = 0.0
+
+    def begin(self, now: float, latency_s: float) -> bool:
+        """Whether a copy is under way."""
+        if not self.waiting:
+            return False
+        first = self.waiting[0]
+        if first.begin_s == math.inf:
+            first.begin_s = now
+            self.latency_left_s, self.bytes_left = latency_s, float(first.size_bytes)
+        return True
+
+
+class _Shared:
+    """Several workers on one uplink, in time."""
+
+    def __init__(self, scripts: Sequence[_Script], uplink: Uplink) -> None:
+        self._uplink, self._scripts = uplink, scripts
+        self._now = 0.0
+        # Gradients have queues of their own: they are another stream, with a share of its own.
+        self._queues = [
+            [_Queue(direction) for direction in ("out", "in") for _ in ("blocks", "gradients")]
+            for _ in scripts
+        ]
+        self._wake: list[float | Transfer] = [0.0] * len(scripts)
+        self._outcomes: list[Outcome | None] = [None] * len(scripts)
+
+    def run(self) -> list[Outcome]:
+        for index in range(len(self._scripts)):
+            self._resume(index, is_first=True)
+        while any(outcome is None for outcome in self._outcomes):
+            self._advance()
+        return [outcome for outcome in self._outcomes if outcome is not None]
+
+    def _resume(self, index: int, *, is_first: bool = False) -> None:
+        script = self._scripts[index]
+        try:
+            request = next(script) if is_first else script.send(self._now)
+            while True:
+                if isinstance(request, Transfer):
+                    place = 2 * (request.direction == "in") + (request.block < 0)
+                    self._queues[index][place].waiting.append(request)
+                elif isinstance(request, _Wait):
+                    if request.transfer.end_s > self._now:
+                        self._wake[index] = request.transfer
+                        return
+                elif request > 0:
+                    self._wake[index] = self._now + request
+                    return
+                request = script.send(self._now)
+        except StopIteration as end:
+            self._outcomes[index] = _outcome_of(end)
+            self._wake[index] = math.inf
+
+    def _advance(self) -> None:
+        """To the next moment at which something ends."""
+        running = [q for own in self._queues for q in own if q.begin(self._now, self._uplink.latency_s)]
+        flowing = [queue for queue in running if queue.latency_left_s <= 0]
+        counts = {way: sum(queue.direction == way for queue in flowing) for way in ("out", "in")}
+        rates = {}
+        for way, other in (("out", "in"), ("in", "out")):
+            if counts[way]:
+                rates[way] = self._uplink.rate(way, counts[way], counts[other]) / counts[way]
+        steps = [wake - self._now for wake in self._wake if not isinstance(wake, Transfer)]
+        for queue in running:
+            is_flowing = queue.latency_left_s <= 0
+            steps.append(queue.bytes_left / rates[queue.direction] if is_flowing else queue.latency_left_s)
+        step_s = min(steps)
+        self._now += step_s
+        for queue in running:
+            if queue.latency_left_s > 0:
+                queue.latency_left_s -= step_s
+                if queue.latency_left_s < 1e-12:
+                    queue.latency_left_s = 0.0
+                continue
+            queue.bytes_left -= rates[queue.direction] * step_s
+            if queue.bytes_left <= 1e-6 * queue.waiting[0].size_bytes:
+                queue.waiting.popleft().end_s = self._now
+        for index, wake in enumerate(self._wake):
+            at_s = wake.end_s if isinstance(wake, Transfer) else wake
+            if self._outcomes[index] is None and at_s <= self._now + 1e-12:
+                self._resume(index)
+
+
+def simulate_shared(
+    profiles: Sequence[Profile],
+    plans: Sequence[Sequence[Decision]],
+    uplink: Uplink,
+    *,
+    limits: Limits = Limits(),
+) -> list[Outcome]:
+    """Run one step of several workers that begin together, on devices behind one uplink.
+
+    Whoever copies at a moment has an equal part of what the uplink brings through for so many.
+
+    Args:
+        profiles: Of each worker; shape (workers,).
+        plans: Of each worker; shape (workers, blocks).
+        uplink: Rates by the number of devices that copy at once.
+        limits: Of each worker.
+
+    References:
+        Martinasso et al., A PCIe congestion-aware performance model for densely populated accelerator
+        servers, SC 2016: rates depend on who else copies.
+    """
+    scripts = [_Worker(profile, plan, limits).script() for profile, plan in zip(profiles, plans, strict=True)]
+    return _Shared(scripts, uplink).run()
