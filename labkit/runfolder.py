@@ -9,6 +9,7 @@ runs/<experiment>/<run key>/
   tracking.json   MLflow run id and how far each file was sent    written by the tracker alone
   events/rankNNNN.jsonl   one JSON object a line                  written by each worker
   alive/rankNNNN          touched once a second                   written by each worker
+  links/NODE-N            what workers behind one link know of each other   written by each worker
   errors/rankNNNN.json    exception and traceback                 written by a worker that fails
   logs/rankNNNN.out|err, supervisor.log, tracker.log
   checkpoints/stepNNNNNNNN.pt
@@ -235,6 +236,10 @@ class RunFolder:
     def alive_file(self, rank: int) -> Path:
         """Holds the worker's process number; touched by it once a second."""
         return self.alive_dir / f"rank{rank:04d}"
+
+    def link_file(self, node: str, index: int) -> Path:
+        """What the workers behind one link of a node share."""
+        return self.path / "links" / f"{node}-{index}"
 
     def error_file(self, rank: int) -> Path:
         """Exception of a worker that failed."""

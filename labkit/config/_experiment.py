@@ -237,6 +237,45 @@ class WorkerConfig(Section):
     profile: ProfileConfig | None = Field(None, description="as `labkit probe` measured it")
 
 
+def _as_curve(value: Any) -> Any:
+    return value if isinstance(value, (list, tuple)) else (value,)
+
+
+Rates = Annotated[tuple[Bytes, ...], BeforeValidator(_as_curve), Field(strict=False)]
+
+
+class UplinkConfig(Section):
+    """A link to the host that devices of a node share: what 1, 2, ... of them bring through it together.
+
+    On CPUs it is emulated: copies of activations take as long as they would on it. On GPUs its rates are
+    those to plan with. A single rate holds for any number of devices.
+    """
+
+    workers: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(strict=False)] | None = Field(
+        None, description="behind it, by their numbers on the node from 0; none: all of the node"
+    )
+    out_rates: Rates = Field(
+        min_length=1, description="bytes a second from the devices when 1, 2, ... copy at once, as 12GB"
+    )
+    in_rates: Rates = Field(min_length=1, description="to the devices, likewise")
+    both_out_rates: Rates = Field(
+        (), description="from the devices while as many copy to them; none: as out_rates"
+    )
+    both_in_rates: Rates = Field(
+        (), description="to the devices while as many copy from them; none: as in_rates"
+    )
+    latency_s: Annotated[float, Field(ge=0)] = Field(0.0, description="of one copy")
+    carries_gradients: bool = Field(
+        False, description="gradients between the workers take the same way, during the backward pass"
+    )
+
+
+class MeasuredUplinkConfig(UplinkConfig):
+    """What `labkit probe --links` measured of a link between devices and their host."""
+
+    node: str = Field(description="a node's name")
+
+
 NODE_SHORTHANDS = ("device", "speed", "throttle", "max_batch_size", "profile")
 
 
@@ -251,6 +290,19 @@ class NodeConfig(Section):
     down_mbit: PositiveFloat | None = Field(
         None, description="emulated rate of its link from the others, Mbit/s; none: the cluster's"
     )
+    uplinks: Annotated[tuple[UplinkConfig, ...], Field(strict=False)] = Field(
+        (), description="between its devices and their host; none: found (CUDA), or as fast as memory"
+    )
+
+    @model_validator(mode="after")
+    def _uplinks_fit(self) -> "NodeConfig":
+        behind = [rank for uplink in self.uplinks for rank in uplink.workers or range(len(self.workers))]
+        if len(set(behind)) < len(behind) or any(rank >= len(self.workers) for rank in behind):
+            raise ValueError(
+                f"uplinks of node {self.name!r} must have each of its workers (0 to {len(self.workers) - 1}) "
+                f"once at the most, got {behind}. Give each worker one uplink."
+            )
+        return self
 
     @model_validator(mode="before")
     @classmethod
@@ -283,6 +335,9 @@ class ClusterConfig(Section):
     gradient_bytes: PositiveInt | None = Field(None, description="of that model")
     measured_links: Annotated[tuple[MeasuredLinkConfig, ...], Field(strict=False)] = Field(
         (), description="as `labkit probe` measured them"
+    )
+    measured_uplinks: Annotated[tuple[MeasuredUplinkConfig, ...], Field(strict=False)] = Field(
+        (), description="as `labkit probe --links` measured them"
     )
 
     @field_validator("nodes")
@@ -569,8 +624,16 @@ class MemoryConfig(Section):
         "auto", description="auto: as the budget needs; offload, recompute: all that can be; keep: nothing"
     )
     window: Bytes | None = Field(
-        None, description="bytes of copies under way in each direction; none: an eighth of the budget"
+        None,
+        description="bytes of copies under way in each direction; none: as the budget leaves room, and an "
+        "eighth of what is saved where there is none",
     )
+    link_out: Bytes | None = Field(
+        None,
+        description="bytes a second to plan with from the device, as 12GB; none: this worker's share of its "
+        "uplink, or measured",
+    )
+    link_in: Bytes | None = Field(None, description="to the device, likewise")
 
     @model_validator(mode="after")
     def _has_a_budget(self) -> "MemoryConfig":
@@ -599,8 +662,10 @@ class SharesConfig(Section):
 class LaunchConfig(Section):
     """How workers are started and watched. Of it `purpose` and `is_emulated` alone make another run."""
 
-    purpose: Literal["train", "probe"] = Field(
-        "train", description="probe: measure devices and links instead of training"
+    purpose: Literal["train", "probe", "links", "max_batch"] = Field(
+        "train",
+        description="instead of training, probe: measure devices and links; links: those between devices and "
+        "their host; max_batch: find the largest batch",
     )
     launcher: Literal["local", "elastic"] = Field(
         "local", description="local: forked here; elastic: torch.distributed.run on every node"

@@ -28,6 +28,7 @@ from labkit.engine.pace import pace_of, spread_over_backward
 from labkit.engine.random_state import seed_everything
 from labkit.errors import ConfigError
 from labkit.memory import Infeasible, is_out_of_memory
+from labkit.runfolder import RunFolder
 from labkit.tasks import build_model, load_data
 
 MIN_ROUNDS = 6
@@ -51,6 +52,7 @@ class Probe:
         placement: Placement,
         comm: Communicator,
         log: EventLog,
+        folder: RunFolder,
         *,
         device: torch.device,
         is_stop_wanted: Callable[[], bool] = lambda: False,
@@ -65,7 +67,7 @@ class Probe:
         seed_everything(config.seed, "model")
         self._model = build_model(config.model, self._data.info).to(device, self._dtype)
         self._model.train()
-        self._memory = build_memory(config, self._model)
+        self._memory = build_memory(config, self._model, placement, device, folder)
         self._pace = pace_of(config, placement.rank, self._clock)
         spread_over_backward(self._model.parameters(), self._pace)
         self._num_parameters = sum(p.numel() for p in self._model.parameters() if p.requires_grad)

@@ -95,7 +95,9 @@ class Trainer:
         spread_over_backward(self.model.parameters(), self.pace)
         self.strategy = self._build_strategy()
         random_state.seed_everything(config.seed, "worker", placement.rank)
-        self.memory = build_memory(config, self.model)
+        self.memory = build_memory(config, self.model, placement, device, folder)
+        if self.memory is not None:
+            self.memory.is_tracing = True
         self.sampler = self._make_sampler()
         self._feed: Feed | None = None
         self.plan = make_plan(config)
@@ -308,6 +310,12 @@ class Trainer:
             return
         report = self.memory.report()
         self.log.write("memory", step=self.progress.step, **asdict(report))
+        recorded = self.memory.recorded()
+        if recorded is not None:
+            live, copies = self.memory.trace()
+            self.log.write(
+                "memory_plan", step=self.progress.step, live=live, copies=copies, **recorded.to_mapping()
+            )
         per_step = 1 / max(1, report.num_steps)
         saved, moved, freed = (
             format_bytes(size * per_step)
@@ -316,7 +324,8 @@ class Trainer:
         self.log.write(
             "message",
             text=f"memory of worker {self.placement.label}: {self.memory.plan or 'no plan yet'}; a step "
-            f"saves {saved}, moves {moved} and frees {freed}, waits {1e3 * report.stall_s * per_step:.2f} ms",
+            f"saves {saved}, moves {moved} and frees {freed}, waits {1e3 * report.stall_s * per_step:.2f} ms"
+            + (f"; {report.remark}" if report.remark else ""),
         )
 
     def _comm_places(self) -> list[Placement]:

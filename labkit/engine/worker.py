@@ -17,8 +17,10 @@ from labkit.comm import PeerError, Rendezvous, join
 from labkit.engine import quota
 from labkit.engine.events import EventLog
 from labkit.engine.hybrid import GroupPlace, HybridTrainer
+from labkit.engine.max_batch import BatchSearch
 from labkit.engine.probe import Probe
 from labkit.engine.train import Trainer
+from labkit.engine.uplink_probe import probe_uplinks
 from labkit.errors import ConfigError
 from labkit.processes import die_with_parent
 from labkit.runfolder import RunFolder, write_atomically
@@ -107,7 +109,11 @@ def _work(folder: RunFolder, task: WorkerTask, stop: threading.Event) -> None:
     )
     try:
         if config.launch.purpose == "probe":
-            Probe(config, placement, comm, log, device=device, is_stop_wanted=stop.is_set).run()
+            Probe(config, placement, comm, log, folder, device=device, is_stop_wanted=stop.is_set).run()
+        elif config.launch.purpose == "links":
+            probe_uplinks(config, placement, comm, log, folder, device)
+        elif config.launch.purpose == "max_batch":
+            BatchSearch(config, placement, comm, log, folder, device).run()
         elif task.group is not None:
             HybridTrainer(
                 config, placement, comm, log, folder, task.group, device=device, is_stop_wanted=stop.is_set

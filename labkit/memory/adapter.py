@@ -5,7 +5,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future
 from typing import Any, Protocol
 
@@ -14,9 +14,10 @@ from torch import Tensor
 
 from labkit.memory.turns import EmulatedLink, LinkState
 
-CHUNK_BYTES = 8 * 2**20
+_CHUNK_BYTES = 8 * 2**20
 _EMULATED_CHUNK_BYTES = 2**20
 _LEAST_BYTES = 4 * 2**20  # before a rate is believed
+_NUM_RECENT = 1024
 
 Mark = Any
 """A moment in the computing: seconds, or an event."""
@@ -67,6 +68,10 @@ class Adapter(Protocol):
 
     def rates(self) -> dict[str, float]:
         """Bytes a second of the copies so far, by direction, where enough were made."""
+        ...
+
+    def recent(self) -> "list[tuple[str, int, Mark, Mark]]":
+        """Direction, bytes, begin and end of the latest copies that are done, oldest first."""
         ...
 
     def close(self) -> None:
@@ -121,15 +126,16 @@ class _ThreadAdapter:
 
     def __init__(
         self,
-        *,
-        pace: Callable[[int, str], None] | None = None,
-        turns: LinkState | None = None,
+        pace: Callable[[int, str], None] | None,
+        state: LinkState | None,
+        ways_in_turns: Collection[str],
     ) -> None:
-        self._pace, self._turns = pace, turns
+        self._pace, self._state, self._ways = pace, state, ways_in_turns
         self._queues: dict[str, queue.SimpleQueue[Any]] = {}
         self._threads = []
         self._rates = _Rates()
-        self._chunk_bytes = CHUNK_BYTES if turns is not None else 2**62
+        self._recent: deque[tuple[str, int, Mark, Mark]] = deque(maxlen=_NUM_RECENT)
+        self._chunk_bytes = _CHUNK_BYTES if ways_in_turns else 2**62
         if isinstance(pace, EmulatedLink):
             self._chunk_bytes = _EMULATED_CHUNK_BYTES
         for direction in ("out", "in"):
@@ -162,9 +168,11 @@ class _ThreadAdapter:
                 if isinstance(after, _ThreadCopy):
                     after._future.result()
                 self._wait_until(ready)
-                began_at = time.perf_counter()
+                begin = self._mark_copy(direction)
                 self._copy_in_chunks(copy, source, target, direction)
-                self._rates.add(direction, source.numel(), time.perf_counter() - began_at)
+                end = self._mark_copy(direction)
+                self._rates.add(direction, source.numel(), self.between(begin, end) or 0.0)
+                self._recent.append((direction, source.numel(), begin, end))
                 del job, source, target, after  # whoever hears that it is done may count on this being gone
                 copy._future.set_result(None)
             except BaseException as error:
@@ -178,21 +186,20 @@ class _ThreadAdapter:
                 if self._pace is not None:
                     self._pace(end - begin, direction)
                 self._copy(source[begin:end], target[begin:end])
-        if isinstance(self._pace, EmulatedLink) and self._queues[direction].empty():
-            self._pace.state.rest(direction)
+        if self._state is not None and self._queues[direction].empty():
+            self._state.rest(direction)
 
     @contextlib.contextmanager
     def _turn(self, direction: str, copy: _ThreadCopy) -> Iterator[None]:
-        if self._turns is None:
+        if self._state is None or direction not in self._ways:
             yield
             return
-        self._turns.take_turn(direction, is_urgent=copy.is_urgent)
+        self._state.take_turn(direction, is_urgent=copy.is_urgent)
         try:
             yield
         finally:
-            if isinstance(self._pace, EmulatedLink):
-                self._pace.state.rest(direction)  # whose turn it is has the link to itself
-            self._turns.end_turn(direction)
+            self._state.rest(direction)  # whose turn it is has the link to itself
+            self._state.end_turn(direction)
 
     def _ready(self) -> Any:
         """What the copy has to wait for in the computing."""
@@ -204,6 +211,9 @@ class _ThreadAdapter:
     def _copy(self, source: Tensor, target: Tensor) -> None:
         raise NotImplementedError
 
+    def _mark_copy(self, direction: str) -> Mark:
+        return self.mark()
+
     def mark(self) -> Mark:
         return time.perf_counter()
 
@@ -214,11 +224,16 @@ class _ThreadAdapter:
     def rates(self) -> dict[str, float]:
         return self._rates.get()
 
+    def recent(self) -> list[tuple[str, int, Mark, Mark]]:
+        return list(self._recent)
+
     def close(self) -> None:
         for jobs in self._queues.values():
             jobs.put(None)
         for thread in self._threads:
             thread.join()
+        if self._state is not None:
+            self._state.close()
 
 
 class CpuAdapter(_ThreadAdapter):
@@ -227,16 +242,20 @@ class CpuAdapter(_ThreadAdapter):
     device = torch.device("cpu")
 
     def __init__(
-        self, pace: Callable[[int, str], None] | None = None, turns: LinkState | None = None
+        self,
+        pace: Callable[[int, str], None] | None = None,
+        state: LinkState | None = None,
+        ways_in_turns: Collection[str] = (),
     ) -> None:
         """Start the threads.
 
         Args:
             pace: Called before a chunk of a copy with its bytes and `out` or `in`; returns when an emulated
                 link would have brought them.
-            turns: With whom copies take turns.
+            state: Of the link, shared with the others behind it; closed with this.
+            ways_in_turns: Directions in which copies take turns with theirs.
         """
-        super().__init__(pace=pace, turns=turns)
+        super().__init__(pace, state, ways_in_turns)
 
     def _copy(self, source: Tensor, target: Tensor) -> None:
         target.copy_(source)
@@ -260,11 +279,11 @@ def _between(begin: "torch.cuda.Event", end: "torch.cuda.Event") -> float | None
 class TurnsCudaAdapter(_ThreadAdapter):
     """A CUDA device behind a link on which it takes turns: a thread issues each chunk when it may."""
 
-    def __init__(self, device: torch.device, turns: LinkState) -> None:
-        """Make the streams."""
+    def __init__(self, device: torch.device, state: LinkState, ways_in_turns: Collection[str]) -> None:
+        """Make the streams; arguments as for `CpuAdapter`."""
         self.device = device
         self._streams = {"out": torch.cuda.Stream(device), "in": torch.cuda.Stream(device)}
-        super().__init__(turns=turns)
+        super().__init__(None, state, ways_in_turns)
 
     def _ready(self) -> Any:
         # The stream that computes now: the source is made there, the target's memory was used there before.
@@ -278,6 +297,17 @@ class TurnsCudaAdapter(_ThreadAdapter):
         with torch.cuda.stream(stream):
             target.copy_(source, non_blocking=True)
         stream.synchronize()
+
+    def _mark_copy(self, direction: str) -> Mark:
+        event = _event(self._streams[direction])
+        event.synchronize()
+        return event
+
+    def mark(self) -> Mark:
+        return _event(torch.cuda.current_stream(self.device))
+
+    def between(self, begin: Mark, end: Mark) -> float | None:
+        return _between(begin, end)
 
     def now(self) -> float:
         torch.cuda.current_stream(self.device).synchronize()
@@ -312,6 +342,7 @@ class CudaAdapter:
         self.device = device
         self._streams = {"out": torch.cuda.Stream(device), "in": torch.cuda.Stream(device)}
         self._timed: deque[tuple[str, int, Mark, Mark]] = deque()
+        self._recent: deque[tuple[str, int, Mark, Mark]] = deque(maxlen=_NUM_RECENT)
         self._rates = _Rates()
 
     def copy_out(self, source: Tensor, target: Tensor) -> Copy:
@@ -351,8 +382,12 @@ class CudaAdapter:
             if seconds is None:
                 break
             self._rates.add(direction, size_bytes, seconds)
-            self._timed.popleft()
+            self._recent.append(self._timed.popleft())
         return self._rates.get()
+
+    def recent(self) -> list[tuple[str, int, Mark, Mark]]:
+        self.rates()
+        return list(self._recent)
 
     def close(self) -> None:
         for stream in self._streams.values():

@@ -29,6 +29,7 @@ from labkit.memory.arena import HostArena, NoRoom
 from labkit.memory.planner import Infeasible, Plan, make_plan
 from labkit.memory.profile import Decision, Link, Profile
 from labkit.memory.record import Record
+from labkit.memory.recorded import Recorded
 from labkit.memory.saved import Key, Remains, unpack
 from labkit.memory.segments import OWNERS, find_segments, segment_forward
 from labkit.memory.step import Known, Step
@@ -171,6 +172,8 @@ class HybridMemory:
         self._stalls: deque[tuple[str, Mark, Mark]] = deque()  # whose length is not known yet
         self.is_prefetching = True  # False: blocks come back when they are asked for, to compare with
         self.is_adapting = True  # False: rates stay as they were given, to compare with
+        self.is_tracing = False  # keep when bytes came and went, for `trace`
+        self._traced: Step | None = None
         self.active: Step | None = None
         self.is_recomputing = False
         self._segments = list(find_segments(model) if segments is None else segments)
@@ -198,6 +201,38 @@ class HybridMemory:
         self.stalled_s()
         self._look_back(self._step)
         return self.totals
+
+    def recorded(self) -> Recorded | None:
+        """The current plan and what it was made from."""
+        profile = self.profile
+        if profile is None or self._plan is None:
+            return None
+        return Recorded.of(profile, self._plan, self.budget, self._reserved_bytes)
+
+    def trace(self) -> tuple[list[tuple[float, int]], list[tuple[str, int, float, float]]]:
+        """When bytes came and went in the last step that went by a plan, if `is_tracing` was set.
+
+        Returns:
+            Seconds since the step began with the bytes on the device from then on; and copies as direction,
+            bytes, begin and end.
+        """
+        step, between = self._traced, self.adapter.between
+        if step is None:
+            return [], []
+        length = between(step.began, step.ended) or 0.0
+        live = [(between(step.began, at), size) for at, size in step.trace]
+        copies = [
+            (way, size, between(step.began, begin), between(step.began, end))
+            for way, size, begin, end in self.adapter.recent()
+        ]
+        return (
+            [(at, size) for at, size in live if at is not None and at <= length],
+            [
+                (way, size, begin, end)
+                for way, size, begin, end in copies
+                if begin is not None and end is not None and 0 <= begin <= length
+            ],
+        )
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
@@ -248,6 +283,7 @@ class HybridMemory:
             self.totals.predicted_step_s, self.totals.measured_step_s = outcome.step_s, seconds
             self.totals.predicted_peak_bytes = outcome.peak_bytes
             self.totals.measured_peak_bytes = self._step_peak_bytes
+            self._traced = step if step.trace else None
 
     def _take_record(self, record: Record) -> None:
         profile = record.profile()
@@ -372,6 +408,8 @@ class HybridMemory:
         self.totals.peak_bytes = max(self.totals.peak_bytes, live_bytes)
         if not is_passing:
             self.live_bytes = live_bytes
+            if self.is_tracing and self._step is not None:
+                self._step.trace.append((self.adapter.mark(), live_bytes))
 
     def stalled(self, name: str, marks: tuple[Mark, Mark] | None) -> None:
         """Computing has waited, or will have, for a block."""

@@ -108,6 +108,7 @@ class Step:
         self._resident: deque[weakref.ref[Saved]] = deque()  # that a step without a plan has saved
         self.began = memory.adapter.mark()
         self.ended: Any = None
+        self.trace: list[tuple[Any, int]] = []  # when bytes came and went
 
     # --- forward -----------------------------------------------------------------------------------------
 

@@ -1,7 +1,7 @@
 """Unlike devices: what a probe measures, what a plan makes of it, and whether training bears it out."""
 
 from labkit.lab.heterogeneity._plan_view import diff_table, doubts, plan_figure, plan_lines, plan_table
-from labkit.lab.heterogeneity._probe import Probe, WorkerProbe, probe, read_probe
+from labkit.lab.heterogeneity._probe import Probe, WorkerProbe, probe, read_probe, save_cluster
 from labkit.lab.heterogeneity._probe_view import link_table, profile_table, profiles
 from labkit.lab.heterogeneity._study import COMPARED, RUNS, Result, Study, record
 from labkit.lab.heterogeneity._study_view import (
@@ -12,11 +12,13 @@ from labkit.lab.heterogeneity._study_view import (
     step_times,
     table,
 )
+from labkit.lab.heterogeneity._uplinks import LinkProbe, probe_links, uplink_curves, uplink_table
 from labkit.lab.heterogeneity._what_if import what_if
 
 __all__ = [
     "COMPARED",
     "RUNS",
+    "LinkProbe",
     "Probe",
     "Result",
     "Study",
@@ -31,12 +33,16 @@ __all__ = [
     "plan_lines",
     "plan_table",
     "probe",
+    "probe_links",
     "profile_table",
     "profiles",
     "read_probe",
     "record",
+    "save_cluster",
     "speeds",
     "step_times",
     "table",
+    "uplink_curves",
+    "uplink_table",
     "what_if",
 ]

@@ -91,20 +91,29 @@ class Probe:
         Raises:
             ConfigError: the file can't be written.
         """
-        path = Path(path)
-        try:
-            old = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-            head = []
-            for line in old:
-                if not line.startswith("#"):
-                    break
-                head.append(line + "\n")
-            write_atomically(path, "".join(head) + cluster_to_yaml(self.cluster))
-        except OSError as error:
-            raise ConfigError(
-                f"--output must be a file that can be written, got {path}: {error.strerror}. Choose another."
-            ) from None
-        return path
+        return save_cluster(self.cluster, path)
+
+
+def save_cluster(cluster: ClusterConfig, path: str | Path) -> Path:
+    """Write a cluster file; comments at the top of an older one are kept.
+
+    Raises:
+        ConfigError: the file can't be written.
+    """
+    path = Path(path)
+    try:
+        old = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+        head = []
+        for line in old:
+            if not line.startswith("#"):
+                break
+            head.append(line + "\n")
+        write_atomically(path, "".join(head) + cluster_to_yaml(cluster))
+    except OSError as error:
+        raise ConfigError(
+            f"--output must be a file that can be written, got {path}: {error.strerror}. Choose another."
+        ) from None
+    return path
 
 
 def probe(
@@ -128,13 +137,25 @@ def probe(
         ConfigError: the model fails with a single sample, or two batch sizes could not be measured.
         RunFailed: a worker died.
     """
+    return read_probe(run_probe(config, "probe", is_repeat, wait, rendezvous, node))
+
+
+def run_probe(
+    config: ExperimentConfig,
+    purpose: str,
+    is_repeat: bool,
+    wait: Callable[[Run], object],
+    rendezvous: str | None,
+    node: str | None,
+) -> RunFolder:
+    """Run the workers of an experiment for another purpose than training."""
     asked = from_overrides(
-        {"name": PROBE_NAME, "launch.purpose": "probe", "launch.is_tracked": False}, base=config
+        {"name": PROBE_NAME, "launch.purpose": purpose, "launch.is_tracked": False}, base=config
     )
     run = start(asked, is_repeat=is_repeat, rendezvous=rendezvous, node=node)
     wait(run)
     raise_if_failed(run)
-    return read_probe(run.folder)
+    return run.folder
 
 
 def read_probe(folder: RunFolder) -> Probe:
