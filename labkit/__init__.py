@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from labkit.cluster.plan import make_plan
     from labkit.config import ExperimentConfig, from_mapping, from_overrides, from_parameters, load
     from labkit.errors import ConfigError, LabkitError, RunFailed
-    from labkit.lab import figures, heterogeneity, input, large_batch, scaling, tables
+    from labkit.lab import activations, figures, heterogeneity, input, large_batch, scaling, tables
     from labkit.lab.command import as_command
     from labkit.lab.failure import raise_if_failed
     from labkit.lab.interactive import is_interactive
@@ -52,6 +52,7 @@ _HOME = {
     "labkit.tasks.shard_sources": ("write_shards",),
 }
 _MODULES = {
+    "activations": "labkit.lab.activations",
     "figures": "labkit.lab.figures",
     "heterogeneity": "labkit.lab.heterogeneity",
     "input": "labkit.lab.input",

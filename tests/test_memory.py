@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,6 @@ from labkit.memory import (
     HybridMemory,
     Infeasible,
     Link,
-    Plan,
     Profile,
     find_max_batch,
     fits_in_memory,
@@ -43,7 +42,8 @@ from labkit.memory import (
 )
 from labkit.memory.adapter import CpuAdapter
 from labkit.memory.arena import HostArena
-from labkit.memory.planner import items_of, options_of, spread
+from labkit.memory.planner import groups_of, options_of
+from labkit.memory.step import Known
 from labkit.memory.turns import EmulatedLink
 
 KEEP, OFFLOAD, RECOMPUTE = Decision.KEEP, Decision.OFFLOAD, Decision.RECOMPUTE
@@ -121,13 +121,23 @@ def test_sharing_a_link_costs_what_its_floor_says() -> None:
 # --- planner ---------------------------------------------------------------------------------------------
 
 
+def _spread(groups: list[tuple[int, ...]], parts: Sequence[Sequence[Decision]]) -> list[Decision]:
+    """By block, from decisions by group."""
+    by_block = {
+        i: what
+        for group, part in zip(groups, parts, strict=True)
+        for i, what in zip(group, part, strict=True)
+    }
+    return [by_block[index] for index in range(len(by_block))]
+
+
 def _best(profile: Profile, link: Link, budget: int, window: int) -> float:
     """Seconds of the best of all plans; infinite when none fits."""
-    items = list(items_of(profile))
-    options = [options_of(profile, item, tuple(Decision)) for item in items]
+    groups = groups_of(profile)
+    options = [options_of(profile, group, tuple(Decision)) for group in groups]
     found = math.inf
-    for chosen in itertools.product(*options):
-        decisions = spread(profile, items, chosen)
+    for parts in itertools.product(*options):
+        decisions = _spread(groups, parts)
         outcome = simulate(profile, decisions, link, budget_bytes=budget, window_bytes=window)
         if outcome.peak_bytes <= budget:
             found = min(found, outcome.step_s)
@@ -424,6 +434,13 @@ def test_every_number_is_the_same_as_without(name: str, kind: str, memories: lis
     assert memory.totals.moved_bytes > 0 and memory.totals.num_replans == 0
 
 
+def _any_option(profile: Profile, group: tuple[int, ...], choose: random.Random) -> tuple[Decision, ...]:
+    blocks = [profile.blocks[index] for index in group]
+    if blocks[0].segment >= 0 and choose.random() < 0.4:
+        return (RECOMPUTE,) * len(group)
+    return tuple(choose.choice([KEEP, OFFLOAD]) if block.is_movable else KEEP for block in blocks)
+
+
 @pytest.mark.parametrize(
     "seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 25))]
 )
@@ -439,14 +456,16 @@ def test_every_number_is_the_same_under_any_plan(name: str, seed: int, memories:
     memory = _memory(memories, moved, policy="auto", adapter=PoisonAdapter(seed), window_bytes=window)
     remember = memory._remember
 
-    def at_random(first_bytes: int, profile: Profile, keys: Any, plan: Plan) -> None:
-        items = list(items_of(profile))
-        chosen = [choose.choice(options_of(profile, item, tuple(Decision))) for item in items]
-        decisions = spread(profile, items, chosen)
-        remember(first_bytes, profile, keys, dataclasses.replace(plan, decisions=decisions))
+    def at_random(first_bytes: int, known: Known) -> None:
+        profile = known.profile
+        groups = groups_of(profile)
+        decisions = _spread(groups, [_any_option(profile, group, choose) for group in groups])
+        plan = dataclasses.replace(known.plan, decisions=tuple(decisions))
+        remember(first_bytes, Known.of(profile, known.keys, plan, known.own_results))
 
     memory._remember = at_random  # type: ignore[method-assign]
     _assert_same(_train(moved, make, memory, "float32"), wanted)
+    assert memory.totals.num_replans == 0
 
 
 @pytest.mark.parametrize("name", ["gpt", "blocks"])

@@ -13,6 +13,7 @@ import click
 from labkit.cli.cluster import cluster
 from labkit.cli.control import attach, logs, resume, stop, sync
 from labkit.cli.inspect import bench, config, doctor, schema, trace
+from labkit.cli.memory import memory
 from labkit.cli.plan import plan
 from labkit.cli.probe import probe
 from labkit.cli.reproduce import reproduce
@@ -40,6 +41,7 @@ _VERBS = (
     cluster,
     probe,
     plan,
+    memory,
     shards,
     bench,
 )

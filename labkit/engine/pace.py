@@ -39,6 +39,7 @@ class Pace:
         self._sleep = sleep
         self.factor = 1.0  # how many times as long everything takes now
         self._began_at = self._duration_s = self._slept_s = self._share = self._debt_s = 0.0
+        self._is_forward_done = False
         self.num_micro_steps = 0
         self.num_overruns = 0
 
@@ -56,6 +57,7 @@ class Pace:
         """A micro-step of so many samples begins; one without samples takes no time."""
         self._duration_s = self._seconds_per_sample * num_samples * self.factor
         self._share = self._slept_s = 0.0
+        self._is_forward_done = False
         if self._duration_s:
             self._began_at = self._clock()
 
@@ -78,6 +80,26 @@ class Pace:
             self._slept_s += self._clock() - now
         if self._share == 1.0:
             self._book(busy_s)
+
+    def forward(self, share: float) -> None:
+        """A part of the forward pass is done; once more, if all of it was done before.
+
+        Args:
+            share: Part of the micro-step.
+        """
+        if not self._duration_s:
+            return
+        if not self._is_forward_done:
+            self.advance(share)
+            return
+        again_s = share * self._duration_s
+        self._sleep(again_s)
+        self._began_at += again_s  # the rest of the micro-step is that much later
+
+    def end_forward(self) -> None:
+        """All of the forward pass is done."""
+        self.advance(max(0.0, FORWARD_SHARE - self._share))
+        self._is_forward_done = True
 
     def end(self) -> None:
         """All of the micro-step's work is done. What a strategy did after the last of it is no compute."""
@@ -112,6 +134,24 @@ def pace_of(config: ExperimentConfig, rank: int, clock: Callable[[], float]) -> 
     speeds = config.cluster.speeds
     even_share = config.engine.global_batch_size / len(speeds)
     return Pace(config.engine.step_padding_s / even_share / speeds[rank], clock=clock)
+
+
+def spread_over_forward(model: torch.nn.Module, pace: Pace) -> None:
+    """Let the emulated forward pass go on layer by layer instead of waiting at its end.
+
+    Each layer takes the part that its parameters make up, and takes it again when it is computed again: what
+    moves activations beside the computing sees a device that computes.
+    """
+    if not pace.is_on:
+        return
+    layers = [
+        (module, sum(p.numel() for p in module.parameters(recurse=False))) for module in model.modules()
+    ]
+    total = max(1, sum(numel for _, numel in layers))
+    for module, numel in layers:
+        if numel:
+            share = FORWARD_SHARE * numel / total
+            module.register_forward_hook(lambda *_, share=share: pace.forward(share))
 
 
 def spread_over_backward(parameters: Iterable[torch.nn.Parameter], pace: Pace) -> None:

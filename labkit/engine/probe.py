@@ -16,7 +16,6 @@ from itertools import combinations
 
 import torch
 
-from labkit.cluster.cost import FORWARD_SHARE
 from labkit.cluster.placement import Placement, placements
 from labkit.cluster.profile import Round, uncertainty
 from labkit.comm import Communicator
@@ -148,7 +147,7 @@ class Probe:
         self._pace.begin(size)
         with self._memory.step() if self._memory is not None else contextlib.nullcontext():
             losses, _ = self._data.losses(self._model(inputs), targets)
-        self._pace.advance(FORWARD_SHARE)
+        self._pace.end_forward()
         losses.mean().backward()
         self._pace.end()
         self._model.zero_grad(set_to_none=True)

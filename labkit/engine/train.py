@@ -9,7 +9,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from labkit.cluster.cost import FORWARD_SHARE
 from labkit.cluster.placement import Placement, placements
 from labkit.cluster.plan import capped_devices, make_plan
 from labkit.cluster.rebalance import Rebalancer, RebalanceRule
@@ -21,7 +20,7 @@ from labkit.engine.device import clock_of, to_device
 from labkit.engine.events import EventLog
 from labkit.engine.feed import Feed, Piece
 from labkit.engine.memory import build_memory
-from labkit.engine.pace import pace_of, spread_over_backward
+from labkit.engine.pace import pace_of, spread_over_backward, spread_over_forward
 from labkit.errors import ConfigError
 from labkit.optim.schedule import learning_rate_at
 from labkit.runfolder import RunFolder
@@ -98,6 +97,7 @@ class Trainer:
         self.memory = build_memory(config, self.model, placement, device, folder)
         if self.memory is not None:
             self.memory.is_tracing = True
+            spread_over_forward(self.model, self.pace)
         self.sampler = self._make_sampler()
         self._feed: Feed | None = None
         self.plan = make_plan(config)
@@ -257,7 +257,7 @@ class Trainer:
             self.pace.begin(len(piece))
             with self.memory.step() if self.memory is not None else contextlib.nullcontext():
                 losses, accuracies = self.data.losses(self.model(inputs), targets)
-            self.pace.advance(FORWARD_SHARE)
+            self.pace.end_forward()
             self.strategy.backward(losses, accuracies)
             del losses, accuracies  # and what their graph has saved
             self.pace.end()

@@ -30,7 +30,7 @@ from labkit.memory.planner import Infeasible, Plan, make_plan
 from labkit.memory.profile import Decision, Link, Profile
 from labkit.memory.record import Record
 from labkit.memory.recorded import Recorded
-from labkit.memory.saved import Key, Remains, unpack
+from labkit.memory.saved import Remains, unpack
 from labkit.memory.segments import OWNERS, find_segments, segment_forward
 from labkit.memory.step import Known, Step
 
@@ -295,7 +295,8 @@ class HybridMemory:
             # Said when such a step comes again; the error itself would keep its frames alive.
             self.infeasible[record.first_bytes] = (error.budget_bytes, error.peak_bytes)
         else:
-            self._remember(record.first_bytes, profile, tuple(record.keys), plan)
+            known = Known.of(profile, tuple(record.keys), plan, record.own_results)
+            self._remember(record.first_bytes, known)
 
     def _make_plan(self, profile: Profile, link: Link) -> Plan:
         window = self._asked_window
@@ -315,10 +316,10 @@ class HybridMemory:
             reserved_bytes=self._reserved_bytes,
         )
 
-    def _remember(self, first_bytes: int, profile: Profile, keys: tuple[Key, ...], plan: Plan) -> None:
-        self._known[first_bytes] = Known.of(profile, keys, plan)
+    def _remember(self, first_bytes: int, known: Known) -> None:
+        self._known[first_bytes] = known
         self._known.move_to_end(first_bytes)
-        self._plan = plan
+        self._plan = known.plan
         while len(self._known) > _MOST_PLANS:
             self._known.popitem(last=False)
 
@@ -345,7 +346,8 @@ class HybridMemory:
         self._num_adapted[step.first_bytes] = count + 1
         with contextlib.suppress(Infeasible):  # then the plan that there is goes on, more slowly
             plan = self._make_plan(known.profile, found)
-            self._remember(step.first_bytes, known.profile, known.keys, plan)
+            again = Known.of(known.profile, known.keys, plan, known.own_results)
+            self._remember(step.first_bytes, again)
             self.totals.num_adapted += 1
 
     def _measure_link(self) -> Link:

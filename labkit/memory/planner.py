@@ -16,7 +16,7 @@ from labkit.memory.simulate import Outcome, simulate
 
 _MOST_ROUNDS = 4
 _MOST_PLANS = 1000  # looked at one by one
-_MOST_PAIRED = 24  # decisions that are exchanged in pairs
+_MOST_PAIRED = 40  # changes that are tried in pairs
 _MOST_LOOKS = 400_000  # blocks looked at while improving: large profiles get fewer rounds, not more minutes
 
 
@@ -89,6 +89,10 @@ def make_plan(
     return plan
 
 
+Move = tuple[tuple[int, ...], Decision]
+"""Some blocks, and what becomes of them."""
+
+
 class _Search:
     def __init__(
         self,
@@ -101,43 +105,71 @@ class _Search:
     ) -> None:
         self._profile, self._link, self._window_bytes = profile, link, window_bytes
         self._budget_bytes, self._host_bytes, self._allowed = budget_bytes, host_bytes, allowed
-        self._items = list(items_of(profile))
+        self._groups = groups_of(profile)
+        self._group_of = {index: group for group in self._groups for index in group}
+        self._moves = list(self._all_moves())
         self._known: dict[tuple[Decision, ...], Outcome] = {}
 
     def run(self) -> Plan:
-        chosen = self._all() if self._num_plans() <= _MOST_PLANS else self._search()
-        outcome = self._outcome(chosen)
-        return Plan(self._decisions(chosen), outcome, self._window_bytes, self._link)
-
-    def _num_plans(self) -> int:
-        return math.prod(len(self._options(item)) for item in self._items)
+        counts = [num_options(self._profile, group, self._allowed) for group in self._groups]
+        chosen = self._all() if math.prod(counts) <= _MOST_PLANS else self._search()
+        return Plan(tuple(chosen), self._outcome(chosen), self._window_bytes, self._link)
 
     def _all(self) -> list[Decision]:
         """The best of all plans, where there are few."""
-        plans = (list(plan) for plan in itertools.product(*map(self._options, self._items)))
-        return min(plans, key=lambda plan: self._score(plan))
+        options = [options_of(self._profile, group, self._allowed) for group in self._groups]
+        return min((self._put_together(parts) for parts in itertools.product(*options)), key=self._score)
+
+    def _put_together(self, parts: Sequence[Sequence[Decision]]) -> list[Decision]:
+        chosen = [Decision.KEEP] * len(self._profile.blocks)
+        for group, part in zip(self._groups, parts, strict=True):
+            for index, what in zip(group, part, strict=True):
+                chosen[index] = what
+        return chosen
 
     def _search(self) -> list[Decision]:
         """The best of what several beginnings lead to: keeping all, and moving or computing again all."""
-        options = [self._options(item) for item in self._items]
         found = []
         for first in self._allowed:
-            start = [first if first in own else own[0] for own in options]
-            found.append(self._improve(self._fill(start)))
+            chosen = self._put_together([least_option(self._profile, g, self._allowed) for g in self._groups])
+            for move in self._moves:
+                if move[1] is first:
+                    chosen = self._after(chosen, move)
+            found.append(self._improve(self._fill(chosen)))
         return min(found, key=self._score)
 
-    def _options(self, item: tuple[int, ...]) -> list[Decision]:
-        return options_of(self._profile, item, self._allowed)
+    def _all_moves(self) -> Iterator[Move]:
+        """One block, or all of a segment, becomes something else."""
+        blocks = self._profile.blocks
+        for group in self._groups:
+            movable = tuple(index for index in group if blocks[index].is_movable)
+            if Decision.RECOMPUTE in self._allowed and blocks[group[0]].segment >= 0:
+                yield group, Decision.RECOMPUTE
+            for part in dict.fromkeys([group, *((index,) for index in group)]):
+                if Decision.KEEP in self._allowed:
+                    yield part, Decision.KEEP
+            for part in dict.fromkeys([movable, *((index,) for index in movable)]):
+                if Decision.OFFLOAD in self._allowed and part:
+                    yield part, Decision.OFFLOAD
 
-    def _decisions(self, chosen: Sequence[Decision]) -> tuple[Decision, ...]:
-        return spread(self._profile, self._items, chosen)
+    def _after(self, chosen: Sequence[Decision], move: Move) -> list[Decision]:
+        """A plan with one thing changed; a segment is computed again as a whole or not at all."""
+        indices, what = move
+        group = self._group_of[indices[0]]
+        changed = list(chosen)
+        if what is not Decision.RECOMPUTE and chosen[group[0]] is Decision.RECOMPUTE:
+            for index in group:
+                changed[index] = Decision.KEEP
+        for index in indices:
+            changed[index] = what
+        return changed
 
     def _outcome(self, chosen: Sequence[Decision]) -> Outcome:
         key = tuple(chosen)
         if key not in self._known:
             self._known[key] = simulate(
                 self._profile,
-                self._decisions(key),
+                key,
                 self._link,
                 budget_bytes=self._budget_bytes,
                 window_bytes=self._window_bytes,
@@ -147,42 +179,40 @@ class _Search:
     def _score(self, chosen: Sequence[Decision]) -> tuple[int, float, int]:
         """Bytes above the budget first, then time, then bytes moved."""
         outcome = self._outcome(chosen)
-        over = max(0, outcome.peak_bytes - (self._budget_bytes or outcome.peak_bytes))
+        over = 0
+        if self._budget_bytes is not None:
+            over += max(0, outcome.peak_bytes - self._budget_bytes)
         if self._host_bytes is not None:
             over += max(0, outcome.moved_bytes - self._host_bytes)
         return over, outcome.step_s, outcome.moved_bytes
 
     def _fill(self, chosen: list[Decision]) -> list[Decision]:
-        """Take, one by one, the change that frees most for the time that it costs, until the step fits.
-
-        What a change gains falls as others are made, so only those are looked at again that were best before
-        (Minoux 1978, lazy greedy).
-        """
+        """Take, one by one, the change that frees most for the time that it costs, until the step fits."""
         before = math.inf
         while 0 < self._excess(self._outcome(chosen)) < before:
             before = self._excess(self._outcome(chosen))
             chosen = self._fill_once(chosen)
-        return chosen if self._score(chosen)[0] == 0 else self._fill_blindly(chosen)
+        return chosen
 
     def _fill_once(self, chosen: list[Decision]) -> list[Decision]:
-        queue = [(-math.inf, place, option) for place, option in self._changes(chosen)]
-        while self._score(chosen)[0] > 0 and queue:
-            _, place, option = heapq.heappop(queue)
-            if chosen[place] is option:
-                continue
-            found = self._gain(chosen, place, option)
+        """What a change gains falls as others are made, so only those are looked at again that were best
+        before (Minoux 1978, lazy greedy)."""
+        queue = [(-math.inf, place) for place in range(len(self._moves))]
+        while self._excess(self._outcome(chosen)) > 0 and queue:
+            _, place = heapq.heappop(queue)
+            changed = self._after(chosen, self._moves[place])
+            found = self._gain(chosen, changed)
             if found <= 0:
                 continue
             if queue and found < -queue[0][0]:
-                heapq.heappush(queue, (-found, place, option))
+                heapq.heappush(queue, (-found, place))
                 continue
-            chosen = [*chosen[:place], option, *chosen[place + 1 :]]
+            chosen = changed
         return chosen
 
-    def _gain(self, chosen: list[Decision], place: int, option: Decision) -> float:
+    def _gain(self, chosen: list[Decision], changed: list[Decision]) -> float:
         """What a change frees above the budget for each second that it costs."""
-        before = self._outcome(chosen)
-        after = self._outcome([*chosen[:place], option, *chosen[place + 1 :]])
+        before, after = self._outcome(chosen), self._outcome(changed)
         freed = self._excess(before) - self._excess(after)
         return freed / (max(0.0, after.step_s - before.step_s) + 1e-9)
 
@@ -199,89 +229,76 @@ class _Search:
             found += max(0, outcome.moved_bytes - self._host_bytes) * outcome.step_s
         return found
 
-    def _fill_blindly(self, chosen: list[Decision]) -> list[Decision]:
-        """Where no single change lowers the peak (it is reached twice), move what lies longest."""
-        blocks = self._profile.blocks
-        best = chosen
-        by_gap = sorted(
-            range(len(self._items)),
-            key=lambda place: max(blocks[i].saved_s - blocks[i].needed_s for i in self._items[place]),
-        )
-        for place in by_gap:
-            options = [option for option in self._options(self._items[place]) if option is not Decision.KEEP]
-            tries = [[*chosen[:place], option, *chosen[place + 1 :]] for option in options]
-            if not tries or chosen[place] is not Decision.KEEP:
-                continue
-            chosen = min(tries, key=self._score)
-            if self._score(chosen) < self._score(best):
-                best = chosen
-            if self._score(chosen)[0] == 0:
-                return chosen
-        return best
-
     def _improve(self, chosen: list[Decision]) -> list[Decision]:
-        """Change one decision, or exchange two, as long as that helps."""
+        """Change one thing, or two, as long as that helps."""
         for _ in range(_MOST_ROUNDS):
             before = self._score(chosen)
-            for place, option in self._changes(chosen):
+            for move in self._moves:
                 if len(self._known) * len(self._profile.blocks) > _MOST_LOOKS:
                     return chosen
-                tried = [*chosen[:place], option, *chosen[place + 1 :]]
+                tried = self._after(chosen, move)
                 if self._score(tried) < self._score(chosen):
                     chosen = tried
-            if len(self._items) <= _MOST_PAIRED:
+            if len(self._moves) <= _MOST_PAIRED:
                 chosen = self._exchange(chosen)
             if self._score(chosen) >= before:
                 break
         return chosen
 
     def _exchange(self, chosen: list[Decision]) -> list[Decision]:
-        for first, second in itertools.combinations(range(len(self._items)), 2):
-            for one, other in itertools.product(
-                self._options(self._items[first]), self._options(self._items[second])
-            ):
-                tried = list(chosen)
-                tried[first], tried[second] = one, other
-                if self._score(tried) < self._score(chosen):
-                    chosen = tried
+        for one, other in itertools.permutations(self._moves, 2):
+            tried = self._after(self._after(chosen, one), other)
+            if self._score(tried) < self._score(chosen):
+                chosen = tried
         return chosen
 
-    def _changes(self, chosen: Sequence[Decision]) -> Iterator[tuple[int, Decision]]:
-        for place, item in enumerate(self._items):
-            for option in self._options(item):
-                if option is not chosen[place]:
-                    yield place, option
 
-
-def items_of(profile: Profile) -> Iterator[tuple[int, ...]]:
-    """What is decided about together: all blocks of a segment, or one block that belongs to none."""
-    segments: dict[int, list[int]] = {}
+def groups_of(profile: Profile) -> list[tuple[int, ...]]:
+    """Blocks that are decided about together: those of a segment, or one that belongs to none."""
+    groups: dict[int, list[int]] = {}
+    loose = -1
     for index, block in enumerate(profile.blocks):
         if block.segment < 0:
-            yield (index,)
-        else:
-            segments.setdefault(block.segment, []).append(index)
-    yield from (tuple(indices) for indices in segments.values())
+            loose -= 1
+        groups.setdefault(block.segment if block.segment >= 0 else loose, []).append(index)
+    return [tuple(indices) for indices in groups.values()]
 
 
-def options_of(profile: Profile, item: Sequence[int], allowed: Sequence[Decision]) -> list[Decision]:
-    """Decisions that are possible for some blocks."""
-    blocks = [profile.blocks[index] for index in item]
-    found: list[Decision] = [what for what in allowed if what is Decision.KEEP]
-    if Decision.OFFLOAD in allowed and any(block.is_movable for block in blocks):
-        found.append(Decision.OFFLOAD)
-    if Decision.RECOMPUTE in allowed and blocks[0].segment >= 0:
-        found.append(Decision.RECOMPUTE)
-    return found or [Decision.KEEP]
+def _block_options(profile: Profile, index: int, allowed: Sequence[Decision]) -> list[Decision]:
+    can_move = profile.blocks[index].is_movable and Decision.OFFLOAD in allowed
+    found = [Decision.KEEP] if Decision.KEEP in allowed or not can_move else []
+    return [*found, Decision.OFFLOAD] if can_move else found
 
 
-def spread(
-    profile: Profile, items: Sequence[Sequence[int]], chosen: Sequence[Decision]
-) -> tuple[Decision, ...]:
-    """A decision for each block; what can't be moved stays; shape (blocks,)."""
-    decisions = [Decision.KEEP] * len(profile.blocks)
-    for item, what in zip(items, chosen, strict=True):
-        for index in item:
-            is_possible = what is not Decision.OFFLOAD or profile.blocks[index].is_movable
-            decisions[index] = what if is_possible else Decision.KEEP
-    return tuple(decisions)
+def _can_repeat(profile: Profile, group: Sequence[int], allowed: Sequence[Decision]) -> bool:
+    return Decision.RECOMPUTE in allowed and profile.blocks[group[0]].segment >= 0
+
+
+def least_option(profile: Profile, group: Sequence[int], allowed: Sequence[Decision]) -> tuple[Decision, ...]:
+    """What becomes of a group where nothing else is chosen."""
+    return next(_options(profile, group, allowed))
+
+
+def num_options(profile: Profile, group: Sequence[int], allowed: Sequence[Decision]) -> int:
+    """How many things can become of a group."""
+    can_repeat = _can_repeat(profile, group, allowed)
+    if can_repeat and len(allowed) == 1:
+        return 1
+    return math.prod(len(_block_options(profile, index, allowed)) for index in group) + can_repeat
+
+
+def options_of(
+    profile: Profile, group: Sequence[int], allowed: Sequence[Decision]
+) -> list[tuple[Decision, ...]]:
+    """All that can become of a group: each block stays or moves, or all are computed again."""
+    return list(_options(profile, group, allowed))
+
+
+def _options(
+    profile: Profile, group: Sequence[int], allowed: Sequence[Decision]
+) -> Iterator[tuple[Decision, ...]]:
+    can_repeat = _can_repeat(profile, group, allowed)
+    if not can_repeat or len(allowed) > 1:
+        yield from itertools.product(*(_block_options(profile, index, allowed) for index in group))
+    if can_repeat:
+        yield (Decision.RECOMPUTE,) * len(group)

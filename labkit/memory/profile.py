@@ -24,6 +24,7 @@ class Block:
             computed again.
         is_movable: It may be offloaded.
         name: For people.
+        released_s: When the forward pass itself let go of it, likewise: only then does offloading free it.
     """
 
     size_bytes: int
@@ -32,6 +33,7 @@ class Block:
     segment: int = -1
     is_movable: bool = True
     name: str = ""
+    released_s: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -2,12 +2,28 @@
 
 from typing import TYPE_CHECKING
 
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
 from labkit.memory.profile import Block, Profile
 from labkit.memory.saved import Key, Saved
 from labkit.memory.segments import Watch
 
 if TYPE_CHECKING:
     from labkit.memory.hybrid import HybridMemory
+
+
+def _num_holders(storage: int) -> int:
+    return int(torch._C._storage_Use_Count(storage))
+
+
+def _count_when_alone() -> int:
+    """What is counted for a storage that one tensor holds: that depends on the version of torch."""
+    tensor = torch.empty(1)
+    return _num_holders(StorageWeakRef(tensor.untyped_storage()).cdata)
+
+
+_ALONE = _count_when_alone()
 
 
 class Record:
@@ -21,8 +37,15 @@ class Record:
         self.keys: list[Key] = []
         self._blocks: list[tuple[float, int, bool, str]] = []
         self._needed_s: dict[Key, float] = {}
+        self._held: dict[Key, int] = {}  # storages that the forward pass itself still holds
+        self._released_s: dict[Key, float] = {}
         self._last_s = 0.0
         self._segments: list[Watch] = []
+
+    @property
+    def own_results(self) -> dict[int, tuple[bool, ...]]:
+        """Which results of each segment it has saved itself."""
+        return {index: watch.own_results for index, watch in enumerate(self._segments)}
 
     def _now(self) -> float:
         """Since the step began, without what it waited for copies."""
@@ -30,12 +53,26 @@ class Record:
 
     def saved(self, saved: Saved, is_movable: bool) -> None:
         """A block was saved."""
+        now = self._now()
+        self._look_what_is_held(now)
         self.keys.append(saved.key)
-        self._blocks.append((self._now(), saved.size_bytes, is_movable, saved.name))
+        self._blocks.append((now, saved.size_bytes, is_movable, saved.name))
+        if is_movable:
+            self._held[saved.key] = saved.storage
+
+    def _look_what_is_held(self, now: float) -> None:
+        """A storage that nobody but its block holds any more could go."""
+        gone = [key for key, storage in self._held.items() if _num_holders(storage) <= _ALONE]
+        for key in gone:
+            del self._held[key]
+            self._released_s[key] = now
 
     def needed(self, key: Key) -> None:
         """A block was asked for."""
         self._last_s = self._now()
+        if self._held:
+            self._look_what_is_held(self._last_s)
+            self._held.pop(key, None)
         self._needed_s.setdefault(key, self._last_s)
 
     def segment(self, watch: Watch) -> None:
@@ -52,9 +89,9 @@ class Record:
             can_repeat = 0 <= key[0] < len(is_repeatable) and is_repeatable[key[0]]
             # What the backward pass never asked for is needed at its end: it only ever takes up memory.
             needed_s = self._needed_s.get(key, self._last_s)
-            blocks.append(
-                Block(size_bytes, saved_s, needed_s, key[0] if can_repeat else -1, is_movable, name)
-            )
+            released_s = self._released_s.get(key, needed_s if is_movable else saved_s)
+            segment = key[0] if can_repeat else -1
+            blocks.append(Block(size_bytes, saved_s, needed_s, segment, is_movable, name, released_s))
         seconds = tuple(watch.seconds for watch in self._segments)
         boundary_bytes = tuple(watch.boundary_bytes for watch in self._segments)
         forward_s = min(self._needed_s.values())

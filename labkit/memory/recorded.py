@@ -56,6 +56,7 @@ class Recorded:
                     b.segment,
                     b.is_movable,
                     b.name,
+                    round(b.released_s, 7),
                     str(what),
                 ]
                 for b, what in zip(profile.blocks, self.decisions, strict=True)
@@ -74,7 +75,7 @@ class Recorded:
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> "Recorded":
         """What `to_mapping` gave."""
-        blocks = tuple(Block(*block[:6]) for block in values["blocks"])
+        blocks = tuple(Block(*block[:7]) for block in values["blocks"])
         profile = Profile(
             blocks,
             values["forward_s"],
@@ -85,7 +86,7 @@ class Recorded:
         )
         return cls(
             profile,
-            tuple(Decision(block[6]) for block in values["blocks"]),
+            tuple(Decision(block[7]) for block in values["blocks"]),
             Link(*values["link"]),
             values["budget_bytes"],
             values["window_bytes"],

@@ -142,6 +142,12 @@ class Saved:
         self._is_counted = True
 
     @property
+    def storage(self) -> int:
+        """Address of the storage, its own as long as this lives."""
+        address: int = self._identity.cdata
+        return address
+
+    @property
     def name(self) -> str:
         """For people: its shape, and the segment that it was computed in."""
         shape = "x".join(map(str, self._shape)) or "scalar"

@@ -109,9 +109,11 @@ class Watch:
         self.is_repeatable = len(leaves) == len(tensors)  # those inside of lists are not looked after
         self._inputs = [(witness_of(tensor), tensor._version) for tensor in tensors]
         self._states = self._state()
-        kept = step.kept_outside()
+        kept = step.storages_of(-1)
         storages = {StorageWeakRef(t.untyped_storage()).cdata: t.untyped_storage().nbytes() for t in tensors}
         self.boundary_bytes = sum(size for cdata, size in storages.items() if cdata not in kept)
+        self._step, self._index = step, step.segment
+        self.own_results: tuple[bool, ...] = ()
         self._began_at = self._adapter.now()
         self.seconds = 0.0
 
@@ -127,9 +129,11 @@ class Watch:
         numpy_state = np.random.get_state(legacy=False)
         return [versions, random.getstate(), str(numpy_state)]
 
-    def end(self) -> None:
+    def end(self, results: Sequence[Tensor]) -> None:
         """The segment has been computed."""
         self.seconds = self._adapter.now() - self._began_at
+        own = self._step.storages_of(self._index)
+        self.own_results = tuple(StorageWeakRef(t.untyped_storage()).cdata in own for t in results)
         self.is_repeatable = self.is_repeatable and self._states == self._state()
 
     def is_still_repeatable(self) -> bool:

@@ -162,6 +162,8 @@ class _Worker:
         self._leaving: deque[Transfer] = deque()
         self._leaving_bytes = 0
         self._stayed: set[int] = set()  # needed before they had left
+        self._lingering: list[int] = []  # left, and still held by the forward pass
+        self._at = 0.0  # seconds of compute
         self._stalls = [0.0] * len(profile.blocks)
         self._transfers: list[Transfer] = []
 
@@ -173,8 +175,26 @@ class _Worker:
         while self._leaving and self._leaving[0].end_s <= now:
             gone = self._leaving.popleft()
             self._leaving_bytes -= gone.size_bytes
-            if gone.block not in self._stayed:
+            if gone.block in self._stayed:
+                continue
+            if self._profile.blocks[gone.block].released_s > self._at:
+                self._lingering.append(gone.block)
+            else:
                 self._change(gone.end_s, -gone.size_bytes)
+
+    def _advance(self, at: float, now: float) -> None:
+        """Compute has come so far: what the forward pass held on to goes."""
+        self._at = max(self._at, at)
+        for block in [b for b in self._lingering if self._profile.blocks[b].released_s <= self._at]:
+            self._lingering.remove(block)
+            self._change(now, -self._profile.blocks[block].size_bytes)
+        self._reap(now)
+
+    def _stay(self, block: int) -> None:
+        """It is needed before it has gone."""
+        self._stayed.add(block)
+        if block in self._lingering:
+            self._lingering.remove(block)
 
     def _copy(self, transfer: Transfer) -> Transfer:
         self._transfers.append(transfer)
@@ -197,7 +217,7 @@ class _Worker:
     def _forward(self) -> Generator[_Request, float, tuple[float, dict[int, Transfer]]]:
         profile, plan, blocks = self._profile, self._plan, self._profile.blocks
         out: dict[int, Transfer] = {}
-        now = at = 0.0
+        now = 0.0
         begun: set[int] = set()
         for index, block in enumerate(blocks):
             is_again = plan[index] is Decision.RECOMPUTE
@@ -205,9 +225,8 @@ class _Worker:
                 continue
             size_bytes = profile.boundary_bytes[block.segment] if is_again else block.size_bytes
             now = yield from self._make_room(now, size_bytes, index)
-            now = yield max(0.0, block.saved_s - at)
-            at = max(at, block.saved_s)
-            self._reap(now)
+            now = yield max(0.0, block.saved_s - self._at)
+            self._advance(block.saved_s, now)
             self._change(now, size_bytes)
             if is_again:
                 begun.add(block.segment)
@@ -223,7 +242,8 @@ class _Worker:
             now = yield transfer
             self._leaving.append(transfer)
             self._leaving_bytes += size_bytes
-        now = yield max(0.0, profile.forward_s - at)
+        now = yield max(0.0, profile.forward_s - self._at)
+        self._advance(profile.forward_s, now)
         return now, out
 
     def _backward(self, now: float, out: dict[int, Transfer]) -> _Script:
@@ -237,24 +257,23 @@ class _Worker:
             for direction in ("out", "in"):
                 gradients.append(Transfer(-1, direction, profile.gradient_bytes))
                 now = yield gradients[-1]
-        at, recompute_s = profile.forward_s, 0.0
+        recompute_s = 0.0
         begun: set[int] = set()
         left, segment_bytes = Counter(block.segment for block in blocks), _segment_bytes(profile)
         last: int | None = None
         for place, index in enumerate(backward.order):
             block = blocks[index]
-            now = yield max(0.0, block.needed_s - at)
-            at = max(at, block.needed_s)
-            self._reap(now)
+            now = yield max(0.0, block.needed_s - self._at)
+            self._advance(block.needed_s, now)
             if last is not None:
                 self._release(now, last, left)
             while coming:
                 other = coming[0]
                 size_bytes = blocks[other].size_bytes
-                if out[other].end_s > now:  # it is still there
+                if out[other].end_s > now or other in self._lingering:  # it is still there
                     if other != index:
                         break
-                    self._stayed.add(coming.popleft())
+                    self._stay(coming.popleft())
                     continue
                 if other == index:  # it can't wait
                     now = yield from self._make_room(now, size_bytes, index)
@@ -280,8 +299,8 @@ class _Worker:
                 self._stalls[index] += now - began_at
                 waiting_bytes -= block.size_bytes
             last = index
-        now = yield max(0.0, profile.step_s - at)
-        self._reap(math.inf)
+        now = yield max(0.0, profile.step_s - self._at)
+        self._advance(math.inf, now)
         if last is not None:
             self._release(now, last, left)
         stall_s = sum(self._stalls)

@@ -2,6 +2,7 @@
 
 import weakref
 from collections import Counter, deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +38,7 @@ class Known:
         places: Of each block in that order.
         backward: What is on the device at each place.
         again: Segments that are computed again.
+        own_results: Which results of each segment it saves itself.
     """
 
     profile: Profile
@@ -49,9 +51,16 @@ class Known:
     places: dict[Key, int]
     backward: Backward
     again: frozenset[int]
+    own_results: dict[int, tuple[bool, ...]]
 
     @classmethod
-    def of(cls, profile: Profile, keys: tuple[Key, ...], plan: Plan) -> "Known":
+    def of(
+        cls,
+        profile: Profile,
+        keys: tuple[Key, ...],
+        plan: Plan,
+        own_results: dict[int, tuple[bool, ...]],
+    ) -> "Known":
         """What a plan means for a step whose blocks have these keys."""
         backward = backward_of(profile, plan.decisions)
         decisions = dict(zip(keys, plan.decisions, strict=True))
@@ -76,6 +85,7 @@ class Known:
             {keys[index]: place for place, index in reversed(list(enumerate(backward.order)))},
             backward,
             again,
+            own_results,
         )
 
 
@@ -192,13 +202,10 @@ class Step:
         elif self.memory.is_prefetching:
             self._coming = deque(self.known.coming)
 
-    def kept_outside(self) -> set[int]:
-        """Storages that are saved outside of segments, which stay whatever becomes of segments."""
-        return {
-            identity[0]
-            for identity, known in self._blocks.items()
-            if (saved := known()) is not None and saved.key[0] < 0
-        }
+    def storages_of(self, segment: int) -> set[int]:
+        """Storages that a segment has saved; -1: those outside of segments, which stay whatever they do."""
+        blocks = (known() for known in self._blocks.values())
+        return {saved.storage for saved in blocks if saved is not None and saved.key[0] == segment}
 
     def run_segment(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A part of the model that may be computed again."""
@@ -212,18 +219,23 @@ class Step:
             if self.known is not None and index in self.known.again and not self.is_off_plan:
                 self.memory.totals.num_recomputed += 1
                 found = run_to_repeat(self.memory, module, args, kwargs)
-                for leaf in tree_leaves(found):
-                    if isinstance(leaf, Tensor):
-                        weak = StorageWeakRef(leaf.untyped_storage())
-                        self._results[weak.cdata, leaf._version] = weak
+                self._note_results(index, _tensors_of(found))
                 return found
             found = type(module).forward(module, *args, **kwargs)
         finally:
             self.segment = -1
         if watch is not None and self.record is not None:
-            watch.end()
+            watch.end(_tensors_of(found))
             self.record.segment(watch)
         return found
+
+    def _note_results(self, segment: int, results: Sequence[Tensor]) -> None:
+        """What it would have saved itself is now saved by others first, and is none of their blocks."""
+        assert self.known is not None
+        for is_own, result in zip(self.known.own_results.get(segment, ()), results, strict=False):
+            if is_own:
+                weak = StorageWeakRef(result.untyped_storage())
+                self._results[weak.cdata, result._version] = weak
 
     def _offload(self, saved: Saved) -> None:
         memory = self.memory
@@ -321,6 +333,10 @@ class Step:
         backward = self.known.backward
         others = backward.hidden[self._place] + backward.bursts[self._place]
         return budget is None or self.memory.live_bytes + size_bytes + others <= budget
+
+
+def _tensors_of(found: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(found) if isinstance(leaf, Tensor)]
 
 
 def _is_gone(known: "weakref.ref[Saved]") -> bool:

@@ -1,7 +1,7 @@
 """Unlike devices: what a probe measures, what a plan makes of it, and whether training bears it out."""
 
 from labkit.lab.heterogeneity._plan_view import diff_table, doubts, plan_figure, plan_lines, plan_table
-from labkit.lab.heterogeneity._probe import Probe, WorkerProbe, probe, read_probe, save_cluster
+from labkit.lab.heterogeneity._probe import Probe, WorkerProbe, probe, read_probe, run_probe, save_cluster
 from labkit.lab.heterogeneity._probe_view import link_table, profile_table, profiles
 from labkit.lab.heterogeneity._study import COMPARED, RUNS, Result, Study, record
 from labkit.lab.heterogeneity._study_view import (
@@ -38,6 +38,7 @@ __all__ = [
     "profiles",
     "read_probe",
     "record",
+    "run_probe",
     "save_cluster",
     "speeds",
     "step_times",
