@@ -25,6 +25,7 @@ STUDIES: dict[str, Any] = {  # of several runs
     "04_large_batch.ipynb": large_batch.Study.from_parameters,
     "05_heterogeneity.ipynb": heterogeneity.Study.from_parameters,
     "06_input.ipynb": labkit.input.Study.from_parameters,
+    "07_memory.ipynb": labkit.activations.Study.from_parameters,
 }
 
 

@@ -26,6 +26,7 @@ class Pace:
         *,
         clock: Callable[[], float] = time.perf_counter,
         sleep: Callable[[float], None] = time.sleep,
+        stalled_s: Callable[[], float] = lambda: 0.0,
     ) -> None:
         """Make the device.
 
@@ -33,10 +34,14 @@ class Pace:
             seconds_per_sample: Forward and backward pass of one sample; 0: no emulation, nothing ever waits.
             clock: Seconds from some point on.
             sleep: Waits so many seconds, or somewhat longer.
+            stalled_s: Seconds so far that computing has waited for something else, which the emulated device
+                would have done as well: they are no part of its compute.
         """
         self._seconds_per_sample = seconds_per_sample
         self._clock = clock
         self._sleep = sleep
+        self.stalled_s = stalled_s
+        self._stalled_before_s = 0.0
         self.factor = 1.0  # how many times as long everything takes now
         self._began_at = self._duration_s = self._slept_s = self._share = self._debt_s = 0.0
         self._is_forward_done = False
@@ -59,6 +64,7 @@ class Pace:
         self._share = self._slept_s = 0.0
         self._is_forward_done = False
         if self._duration_s:
+            self._stalled_before_s = self.stalled_s()
             self._began_at = self._clock()
 
     def advance(self, share: float) -> None:
@@ -72,6 +78,9 @@ class Pace:
         self._share += share
         if self._share > 1.0 - _ROUNDING:
             self._share = 1.0
+        stalled_s = self.stalled_s()
+        self._began_at += stalled_s - self._stalled_before_s
+        self._stalled_before_s = stalled_s
         now = self._clock()
         busy_s = now - self._began_at - self._slept_s
         missing_s = self._share * max(0.0, self._duration_s - self._debt_s) - (now - self._began_at)

@@ -36,7 +36,7 @@ class Contention:
         floor_s: Computing, or the bytes that move over what the link brings through: no schedule beats it.
         peak_bytes: Of blocks on each device, planned with their share.
         moved_bytes: By each device in a step, likewise.
-        measured_s: What training took; None: not measured.
+        measured_s: What the slowest worker took in training, as far; None: not measured.
     """
 
     num_devices: int
@@ -129,6 +129,11 @@ class Study:
         most = int(namespace["most_measured"])
         return cls(base, tuple(sorted(budgets, reverse=True)), Uplink.ideal(rate), devices, most)
 
+    @property
+    def middle(self) -> float:
+        """The budget that is looked at closely."""
+        return self.budgets[(len(self.budgets) - 1) // 2]
+
     def config(self, budget_bytes: int, num_devices: int = 1, **changes: Any) -> ExperimentConfig:
         """The experiment under a budget, on some devices behind one link."""
         rate = round(self.uplink.out_rates[0])
@@ -164,10 +169,10 @@ class Study:
             limit = reserved + round(budget * peak)
             batches[budget] = max_batch(self.config(limit), is_repeat=False, wait=lambda run: run.wait())
             say(f"budget {budget:.0%}: batch {batches[budget].plain} without, {batches[budget].hybrid} with")
-        middle = self.budgets[len(self.budgets) // 2]
         contention = []
+        limit = reserved + round(self.middle * peak)
         for num_devices in self.devices:
-            contention.append(self._share(runs[middle], num_devices, reserved + round(middle * peak)))
+            contention.append(self._share(runs[self.middle], num_devices, limit))
             say(str(contention[-1]))
         return Result(runs, batches, tuple(contention))
 
@@ -176,7 +181,9 @@ class Study:
         found = what_if(alone.recorded, self.uplink, num_devices)
         if num_devices > self.most_measured:
             return found
-        return replace(found, measured_s=read_memory(run_one(self.config(limit, num_devices))).step_s)
+        run = run_one(self.config(limit, num_devices))
+        workers = [read_memory(run, rank) for rank in range(num_devices)]
+        return replace(found, measured_s=max(float(w.report["measured_step_s"]) for w in workers))
 
 
 def what_if(recorded: Recorded, uplink: Uplink, num_devices: int) -> Contention:

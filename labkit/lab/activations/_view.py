@@ -147,18 +147,20 @@ def contention(result: Result) -> go.Figure:
 
 
 def plan_table(run: MemoryRun) -> Table:
-    """What becomes of each block, largest first among those that do not stay."""
+    """What becomes of each block, but for small ones that stay."""
     profile = run.recorded.profile
     moved = {(t.block, t.direction): t for t in run.predicted.transfers}
     rows: list[tuple[Cell, ...]] = []
     for index, (block, what) in enumerate(zip(profile.blocks, run.recorded.decisions, strict=True)):
+        if not block.is_movable and what is Decision.KEEP:
+            continue
         back = moved.get((index, "in"))
         rows.append(
             (
                 str(index),
                 block.name or "-",
                 format_bytes(block.size_bytes),
-                str(what) if block.is_movable or what is not Decision.KEEP else "keep (small)",
+                str(what),
                 1e3 * block.saved_s,
                 1e3 * block.needed_s,
                 None if back is None else 1e3 * back.end_s,
