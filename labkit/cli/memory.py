@@ -98,6 +98,10 @@ def show(run: str, rank: int, is_json: bool) -> None:
         click.echo(f"{name + ' a step':<24}{format_bytes(report[f'{name}_bytes'] / steps):>14}")
     for name, size in report["held"].items():
         click.echo(f"{'not freed, still held':<24}{format_bytes(size):>14}  {name}")
+    if report["unmanaged_bytes"]:
+        click.echo(
+            f"{'seen by no hook':<24}{format_bytes(report['unmanaged_bytes']):>14}  closures, variables"
+        )
     for name, seconds in sorted(report["stalls"].items(), key=lambda one: -one[1])[:5]:
         click.echo(f"{'waited for':<24}{1e3 * seconds / steps:>11.2f} ms  {name}")
     click.echo(

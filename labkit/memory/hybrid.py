@@ -59,6 +59,8 @@ class Report:
         peak_bytes: Most bytes of saved storages on the device at once.
         held: Bytes that were brought out and stayed, since somebody else holds them, by shape.
         stalls: Seconds that computing waited for each block, by shape and segment.
+        unmanaged_bytes: That the forward pass made, that no hook saw, and that are there when the backward
+            pass begins: kept by selective checkpointing, by closures or by variables.
         predicted_step_s: Of the last step that went by a plan: compute until its last block is needed.
         measured_step_s: Of the same step.
         predicted_peak_bytes: Of the same step.
@@ -80,6 +82,7 @@ class Report:
     peak_bytes: int = 0
     held: dict[str, int] = field(default_factory=dict)
     stalls: dict[str, float] = field(default_factory=dict)
+    unmanaged_bytes: int = 0
     predicted_step_s: float = 0.0
     measured_step_s: float = 0.0
     predicted_peak_bytes: int = 0
@@ -168,7 +171,7 @@ class HybridMemory:
         self._plan: Plan | None = None
         self._step: Step | None = None
         self.live_bytes = self._step_peak_bytes = 0
-        self.own: dict[int, Tensor] = {}  # parameters and buffers by their storages, in this step
+        self._own: dict[int, Tensor] | None = None  # parameters and buffers by storages, in this step
         self._stalls: deque[tuple[str, Mark, Mark]] = deque()  # whose length is not known yet
         self.is_prefetching = True  # False: blocks come back when they are asked for, to compare with
         self.is_adapting = True  # False: rates stay as they were given, to compare with
@@ -257,6 +260,8 @@ class HybridMemory:
         """What the last step showed decides about this one."""
         last, self._step = self._step, None
         self.stalled_s()
+        if last is not None:
+            last.end()
         self._look_back(last)
         if last is not None and last.record is not None:
             self._take_record(last.record)
@@ -266,7 +271,7 @@ class HybridMemory:
         elif last is not None and last.known is not None:
             self._adapt(last)
         # Parameters may have moved to other storages since: under a strategy that shares them, say.
-        self.own = {StorageWeakRef(t.untyped_storage()).cdata: t for t in _states(self._model)}
+        self._own = None
         self.totals.num_steps += 1
         with self.lock:
             self.bury()
@@ -287,6 +292,7 @@ class HybridMemory:
 
     def _take_record(self, record: Record) -> None:
         profile = record.profile()
+        self.totals.unmanaged_bytes = record.unmanaged_bytes
         if profile is None:  # its backward pass has not run: nothing is known
             return
         try:
@@ -388,15 +394,23 @@ class HybridMemory:
             if remains.is_counted:
                 self.count(-remains.size_bytes)
                 remains.is_counted = False
-            if remains.step is not None:
-                remains.step.waiting_bytes -= remains.size_bytes
-                remains.step = None
+                if remains.step.record is not None and remains.step is self._step:
+                    remains.step.record.gone(remains.key)
+            if remains.waiting is not None:
+                remains.waiting.waiting_bytes -= remains.size_bytes
+                remains.waiting = None
             while is_waiting and not remains.is_done():
                 time.sleep(20e-6)
             if not remains.is_done():
                 self.dead.append(remains)
             elif remains.host is not None:
                 self.arena.give_back(remains.host)
+
+    def is_own(self, storage: int) -> bool:
+        """It is that of a parameter or a buffer."""
+        if self._own is None:
+            self._own = {StorageWeakRef(t.untyped_storage()).cdata: t for t in _states(self._model)}
+        return storage in self._own
 
     def settle(self) -> None:
         """Take back the host memory of all graphs that are gone."""

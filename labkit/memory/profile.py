@@ -25,6 +25,7 @@ class Block:
         is_movable: It may be offloaded.
         name: For people.
         released_s: When the forward pass itself let go of it, likewise: only then does offloading free it.
+        gone_s: When the backward pass had let go of it, likewise; 0: as soon as the next block is needed.
     """
 
     size_bytes: int
@@ -34,6 +35,7 @@ class Block:
     is_movable: bool = True
     name: str = ""
     released_s: float = 0.0
+    gone_s: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,11 @@
 """What a step without a plan shows: what is saved and when it is needed, in seconds of compute."""
 
+import contextlib
+import gc
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from labkit.memory.profile import Block, Profile
@@ -11,6 +14,9 @@ from labkit.memory.segments import Watch
 
 if TYPE_CHECKING:
     from labkit.memory.hybrid import HybridMemory
+
+
+_END_S = 1e9  # after everything
 
 
 def _num_holders(storage: int) -> int:
@@ -26,6 +32,19 @@ def _count_when_alone() -> int:
 _ALONE = _count_when_alone()
 
 
+def _tensors_there(device: torch.device) -> dict[int, int]:
+    """Bytes of the storages of all tensors that Python knows, by address."""
+    found = {}
+    for thing in gc.get_objects():
+        # By its type: asking some things for their class makes them import or warn.
+        if not issubclass(type(thing), Tensor) or thing.device != device or thing.layout is not torch.strided:
+            continue
+        with contextlib.suppress(RuntimeError, NotImplementedError):  # of a kind without a storage
+            storage = thing.untyped_storage()
+            found[StorageWeakRef(storage).cdata] = storage.nbytes()
+    return found
+
+
 class Record:
     """Of one step."""
 
@@ -37,10 +56,26 @@ class Record:
         self.keys: list[Key] = []
         self._blocks: list[tuple[float, int, bool, str]] = []
         self._needed_s: dict[Key, float] = {}
+        self._gone_s: dict[Key, float] = {}
         self._held: dict[Key, int] = {}  # storages that the forward pass itself still holds
         self._released_s: dict[Key, float] = {}
         self._last_s = 0.0
         self._segments: list[Watch] = []
+        self._there_before: set[int] | None = None
+        self.unmanaged_bytes = 0
+
+    def look_around(self) -> None:
+        """Note which tensors there are before the forward pass makes more."""
+        self._there_before = set(_tensors_there(self._memory.adapter.device))
+
+    def _look_for_unmanaged(self, managed: set[int]) -> None:
+        if self._there_before is None:
+            return
+        found = _tensors_there(self._memory.adapter.device)
+        self.unmanaged_bytes = sum(
+            size for address, size in found.items() if address not in self._there_before | managed
+        )
+        self._there_before = None
 
     @property
     def own_results(self) -> dict[int, tuple[bool, ...]]:
@@ -67,13 +102,26 @@ class Record:
             del self._held[key]
             self._released_s[key] = now
 
-    def needed(self, key: Key) -> None:
-        """A block was asked for."""
+    def needed(self, key: Key, managed: set[int]) -> None:
+        """A block was asked for.
+
+        Args:
+            key: Which one.
+            managed: Storages that hooks have seen.
+        """
         self._last_s = self._now()
+        if not self._needed_s:
+            self._look_for_unmanaged(managed)
+            self._began_at += self._now() - self._last_s  # looking around is no compute
         if self._held:
             self._look_what_is_held(self._last_s)
             self._held.pop(key, None)
         self._needed_s.setdefault(key, self._last_s)
+
+    def gone(self, key: Key) -> None:
+        """A block was let go of, before now."""
+        if key in self._needed_s:
+            self._gone_s.setdefault(key, self._now())
 
     def segment(self, watch: Watch) -> None:
         """A segment was computed."""
@@ -91,7 +139,9 @@ class Record:
             needed_s = self._needed_s.get(key, self._last_s)
             released_s = self._released_s.get(key, needed_s if is_movable else saved_s)
             segment = key[0] if can_repeat else -1
-            blocks.append(Block(size_bytes, saved_s, needed_s, segment, is_movable, name, released_s))
+            # What is still there after the last block was needed goes at the end.
+            gone_s = self._gone_s.get(key, _END_S if key in self._needed_s else 0.0)
+            blocks.append(Block(size_bytes, saved_s, needed_s, segment, is_movable, name, released_s, gone_s))
         seconds = tuple(watch.seconds for watch in self._segments)
         boundary_bytes = tuple(watch.boundary_bytes for watch in self._segments)
         forward_s = min(self._needed_s.values())

@@ -57,6 +57,7 @@ class Recorded:
                     b.is_movable,
                     b.name,
                     round(b.released_s, 7),
+                    round(b.gone_s, 7),
                     str(what),
                 ]
                 for b, what in zip(profile.blocks, self.decisions, strict=True)
@@ -75,7 +76,7 @@ class Recorded:
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> "Recorded":
         """What `to_mapping` gave."""
-        blocks = tuple(Block(*block[:7]) for block in values["blocks"])
+        blocks = tuple(Block(*block[:8]) for block in values["blocks"])
         profile = Profile(
             blocks,
             values["forward_s"],
@@ -86,7 +87,7 @@ class Recorded:
         )
         return cls(
             profile,
-            tuple(Decision(block[7]) for block in values["blocks"]),
+            tuple(Decision(block[8]) for block in values["blocks"]),
             Link(*values["link"]),
             values["budget_bytes"],
             values["window_bytes"],

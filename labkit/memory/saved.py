@@ -29,7 +29,9 @@ class Remains:
     size_bytes: int
     is_counted: bool
     data: Tensor | None  # a copy may still read it
-    step: "Step | None"  # that waited for it to come back
+    waiting: "Step | None"  # that waited for it to come back
+    step: "Step"
+    key: Key
 
     def is_done(self) -> bool:
         """No copy uses it any more."""
@@ -240,5 +242,7 @@ class Saved:
                 self._is_counted,
                 self._bytes if is_moving else None,
                 step if self.is_waited_for else None,
+                step,
+                self.key,
             )
         )

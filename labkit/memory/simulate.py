@@ -102,28 +102,32 @@ def backward_of(profile: Profile, plan: Sequence[Decision]) -> Backward:
     """What a plan means for the backward pass."""
     blocks = profile.blocks
     order = sorted(range(len(blocks)), key=lambda index: blocks[index].needed_s)
-    again = sorted({b.segment for b, what in zip(blocks, plan, strict=True) if what is Decision.RECOMPUTE})
+    again = {b.segment for b, what in zip(blocks, plan, strict=True) if what is Decision.RECOMPUTE}
     held_now = sum(b.size_bytes for b, what in zip(blocks, plan, strict=True) if what is Decision.KEEP)
     held_now += sum(profile.boundary_bytes[segment] for segment in again)
     left = Counter(block.segment for block in blocks)
     segment_bytes = _segment_bytes(profile)
     begun: set[int] = set()
+    used: list[int] = []
     held, hidden, hidden_now = [], [], 0
     for index in order:
         block, what = blocks[index], plan[index]
+        for gone in [i for i in used if blocks[i].gone_s <= block.needed_s]:
+            used.remove(gone)
+            if plan[gone] is not Decision.OFFLOAD:
+                held_now -= blocks[gone].size_bytes
+            if plan[gone] is Decision.RECOMPUTE:
+                hidden_now -= blocks[gone].size_bytes
+                left[blocks[gone].segment] -= 1
+                if not left[blocks[gone].segment]:
+                    held_now -= profile.boundary_bytes[blocks[gone].segment]
         if what is Decision.RECOMPUTE and block.segment not in begun:
             begun.add(block.segment)
             held_now += segment_bytes[block.segment]
             hidden_now += segment_bytes[block.segment]
         held.append(held_now)
         hidden.append(hidden_now)
-        if what is not Decision.OFFLOAD:
-            held_now -= block.size_bytes
-        if what is Decision.RECOMPUTE:
-            hidden_now -= block.size_bytes
-            left[block.segment] -= 1
-            if not left[block.segment]:
-                held_now -= profile.boundary_bytes[block.segment]
+        used.append(index)
     bursts = [0] * len(order)
     most = 0
     for place in range(len(order) - 1, -1, -1):
@@ -260,13 +264,14 @@ class _Worker:
         recompute_s = 0.0
         begun: set[int] = set()
         left, segment_bytes = Counter(block.segment for block in blocks), _segment_bytes(profile)
-        last: int | None = None
+        used: list[int] = []
         for place, index in enumerate(backward.order):
             block = blocks[index]
             now = yield max(0.0, block.needed_s - self._at)
             self._advance(block.needed_s, now)
-            if last is not None:
-                self._release(now, last, left)
+            for gone in [i for i in used if blocks[i].gone_s <= self._at]:
+                used.remove(gone)
+                self._release(now, gone, left)
             while coming:
                 other = coming[0]
                 size_bytes = blocks[other].size_bytes
@@ -298,11 +303,11 @@ class _Worker:
                     now = yield _Wait(back[index])
                 self._stalls[index] += now - began_at
                 waiting_bytes -= block.size_bytes
-            last = index
+            used.append(index)
         now = yield max(0.0, profile.step_s - self._at)
         self._advance(math.inf, now)
-        if last is not None:
-            self._release(now, last, left)
+        for gone in used:
+            self._release(now, gone, left)
         stall_s = sum(self._stalls)
         for transfer in gradients:
             began_at = now

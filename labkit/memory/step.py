@@ -3,7 +3,7 @@
 import weakref
 from collections import Counter, deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from labkit.memory.simulate import Backward, backward_of
 if TYPE_CHECKING:
     from labkit.memory.hybrid import HybridMemory
 
+_LOOKED_AT = 5  # steps that keep everything are followed block by block before only their sum is
 _Identity = tuple[int, int, tuple[int, int]]  # storage, version, span
 
 
@@ -39,6 +40,7 @@ class Known:
         backward: What is on the device at each place.
         again: Segments that are computed again.
         own_results: Which results of each segment it saves itself.
+        seen: How often a step by this plan has saved so many tensors of so many elements.
     """
 
     profile: Profile
@@ -52,6 +54,13 @@ class Known:
     backward: Backward
     again: frozenset[int]
     own_results: dict[int, tuple[bool, ...]]
+    seen: "Counter[tuple[int, int]]" = field(default_factory=Counter)
+
+    @property
+    def is_settled(self) -> bool:
+        """Everything stays, and steps have shown long enough that they are what was recorded."""
+        what = set(self.decisions.values())
+        return what <= {Decision.KEEP} and sum(self.seen.values()) >= _LOOKED_AT and len(self.seen) == 1
 
     @classmethod
     def of(
@@ -103,7 +112,8 @@ class Step:
         self.segment = -1  # that computes now
         self._num_segments = 0
         self._num_blocks: Counter[int] = Counter()  # of each segment
-        self._is_begun = False
+        self._is_begun = self._is_settled = False
+        self.num_saved = self.num_elements = 0
         # Results of segments that are computed again, with what keeps their addresses theirs.
         self._results: dict[tuple[int, int], StorageWeakRef] = {}
         self.is_off_plan = False
@@ -125,14 +135,20 @@ class Step:
     def pack(self, tensor: Tensor) -> Kept | Handle:
         """Called for every saved tensor."""
         memory = self.memory
+        memory.totals.num_saved += 1
+        self.num_saved += 1
+        self.num_elements += tensor.numel()
+        if self._is_settled:
+            return Kept(tensor)
         with memory.lock:
             memory.bury()
-            memory.totals.num_saved += 1
             if not is_manageable(tensor, memory.adapter.device):
                 return Kept(tensor)
             storage = StorageWeakRef(tensor.untyped_storage()).cdata
             # By storage: a layer saves its weight as a transposed view, which is no parameter.
-            if storage in memory.own:
+            if memory.is_own(storage):
+                return Kept(tensor)
+            if not self._is_begun and self._begin(tensor.numel() * tensor.element_size()):
                 return Kept(tensor)
             span = span_of(tensor)
             identity = storage, tensor._version, span
@@ -147,7 +163,6 @@ class Step:
 
     def _save(self, tensor: Tensor, identity: _Identity) -> Saved:
         memory = self.memory
-        self._begin(tensor.numel() * tensor.element_size())
         self._reap()
         if identity[:2] in self._results:  # of a segment that is computed again: it stays, as what went in
             return Saved(self, RESULT, tensor, identity[2])
@@ -188,10 +203,12 @@ class Step:
             if oldest is not None:
                 self._offload(oldest)
 
-    def _begin(self, first_bytes: int) -> None:
-        """Choose the plan for steps that begin like this one; without one it is recorded."""
-        if self._is_begun:
-            return
+    def _begin(self, first_bytes: int) -> bool:
+        """Choose the plan for steps that begin like this one; without one it is recorded.
+
+        Returns:
+            Whether it is settled: everything stays.
+        """
         self._is_begun = True
         self.first_bytes = self._own_record.first_bytes = first_bytes
         if first_bytes in self.memory.infeasible:
@@ -199,8 +216,20 @@ class Step:
         self.known = self.memory.known_for(first_bytes)
         if self.known is None:
             self.record = self._own_record
-        elif self.memory.is_prefetching:
+            self.record.look_around()
+            return False
+        self._is_settled = self.known.is_settled
+        if self.memory.is_prefetching:
             self._coming = deque(self.known.coming)
+        return self._is_settled
+
+    def end(self) -> None:
+        """The next step begins: note what this one has saved."""
+        if self.known is None or self.is_off_plan:
+            return
+        self.known.seen[self.num_saved, self.num_elements] += 1
+        # Another graph than those before, which was not followed block by block.
+        self.is_off_plan = self._is_settled and len(self.known.seen) > 1
 
     def storages_of(self, segment: int) -> set[int]:
         """Storages that a segment has saved; -1: those outside of segments, which stay whatever they do."""
@@ -210,7 +239,8 @@ class Step:
     def run_segment(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A part of the model that may be computed again."""
         tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
-        self._begin(tensors[0].numel() * tensors[0].element_size() if tensors else 0)
+        if not self._is_begun:
+            self._begin(tensors[0].numel() * tensors[0].element_size() if tensors else 0)
         index = self._num_segments
         self._num_segments += 1
         self.segment = index
@@ -286,7 +316,7 @@ class Step:
         """A block is asked for: begin to bring back those that come after it, as far as there is room."""
         memory = self.memory
         if self.record is not None:
-            self.record.needed(saved.key)
+            self.record.needed(saved.key, {storage for storage, _, _ in self._blocks})
         else:
             self.ended = memory.adapter.mark()
         self._reap()
