@@ -441,31 +441,45 @@ def _any_option(profile: Profile, group: tuple[int, ...], choose: random.Random)
     return tuple(choose.choice([KEEP, OFFLOAD]) if block.is_movable else KEEP for block in blocks)
 
 
-@pytest.mark.parametrize(
-    "seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 25))]
-)
-@pytest.mark.parametrize("name", ["conv net", "gpt", "blocks"])
-def test_every_number_is_the_same_under_any_plan(name: str, seed: int, memories: list[HybridMemory]) -> None:
+def _check_random_plans(name: str, kind: str, seeds: Sequence[int], memories: list[HybridMemory]) -> None:
     build, make = MODELS[name]
     torch.manual_seed(0)
     plain = build()
-    moved = copy.deepcopy(plain)
-    wanted = _train(plain, make, None, "float32")
-    choose = random.Random(seed)
-    window = choose.choice([1, 5000, MIB])
-    memory = _memory(memories, moved, policy="auto", adapter=PoisonAdapter(seed), window_bytes=window)
-    remember = memory._remember
+    nets = [copy.deepcopy(plain) for _ in seeds]
+    wanted = _train(plain, make, None, kind)
+    for seed, moved in zip(seeds, nets, strict=True):
+        choose = random.Random(seed)
+        window = choose.choice([1, 5000, MIB])
+        memory = _memory(memories, moved, policy="auto", adapter=PoisonAdapter(seed), window_bytes=window)
 
-    def at_random(first_bytes: int, known: Known) -> None:
-        profile = known.profile
-        groups = groups_of(profile)
-        decisions = _spread(groups, [_any_option(profile, group, choose) for group in groups])
-        plan = dataclasses.replace(known.plan, decisions=tuple(decisions))
-        remember(first_bytes, Known.of(profile, known.keys, plan, known.own_results))
+        def at_random(first_bytes: int, known: Known, choose=choose, remember=memory._remember) -> None:
+            profile, groups = known.profile, groups_of(known.profile)
+            decisions = _spread(groups, [_any_option(profile, group, choose) for group in groups])
+            plan = dataclasses.replace(known.plan, decisions=tuple(decisions))
+            remember(first_bytes, Known.of(profile, known.keys, plan, known.own_results))
 
-    memory._remember = at_random  # type: ignore[method-assign]
-    _assert_same(_train(moved, make, memory, "float32"), wanted)
-    assert memory.totals.num_replans == 0
+        memory._remember = at_random  # type: ignore[method-assign]
+        _assert_same(_train(moved, make, memory, kind), wanted)
+        assert memory.totals.num_replans == 0
+        gc.collect()
+        memory.settle()
+        memory.close()
+        memories.remove(memory)
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("name", ["conv net", "gpt", "blocks"])
+def test_every_number_is_the_same_under_any_plan(name: str, seed: int, memories: list[HybridMemory]) -> None:
+    _check_random_plans(name, "float32", [seed], memories)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "autocast"])
+@pytest.mark.parametrize("name", MODELS)
+def test_every_number_is_the_same_under_fifty_plans(
+    name: str, kind: str, memories: list[HybridMemory]
+) -> None:
+    _check_random_plans(name, kind, range(2, 52), memories)
 
 
 @pytest.mark.parametrize("name", ["gpt", "blocks"])
@@ -958,8 +972,212 @@ def test_the_budget_is_obeyed_and_what_was_predicted_comes(memories: list[Hybrid
             _planned(memory, lambda: model(x).sum())
             peaks.append(memory.totals.peak_bytes)
         assert memory.plan is not None and memory.plan.outcome.peak_bytes <= memory.budget
-        # The last block that was saved is still held by the forward pass itself when it leaves.
-        assert min(peaks) <= memory.budget + 2 * 512 * 256 * 4
+        assert min(peaks) <= memory.budget and max(peaks) <= 1.05 * memory.budget
+        report = memory.report()
+        assert report.measured_peak_bytes == pytest.approx(report.predicted_peak_bytes, rel=0.05)
+
+
+def test_the_measured_peak_never_rises_when_the_budget_falls(memories: list[HybridMemory]) -> None:
+    # pytorch #197838: the real peak was not monotone in the budget.
+    model = Blocks()
+    x = torch.randn(64, 3, 16, 16)
+    memory = _memory(memories, model, policy="auto", link=Link(2e9, 2e9))
+    _planned(memory, lambda: model(x).sum())
+    whole, last = memory.totals.peak_bytes, math.inf
+    for share in (0.9, 0.75, 0.6, 0.5):
+        budget = int(share * whole)
+        memory = _memory(memories, model, policy="auto", link=Link(2e9, 2e9), device_budget=budget)
+        memory.is_adapting = False
+        for _ in range(4):
+            _planned(memory, lambda: model(x).sum())
+        report = memory.report()
+        assert report.measured_peak_bytes == pytest.approx(report.predicted_peak_bytes, rel=0.05)
+        assert report.measured_peak_bytes <= 1.01 * last
+        last = report.measured_peak_bytes
+        memory.close()
+        memories.remove(memory)
+
+
+class Slow(CpuAdapter):
+    """Copies take their time in one direction."""
+
+    def __init__(self, direction: str, seconds: float) -> None:
+        super().__init__(pace=lambda size, way: time.sleep(seconds if way == direction else 0))
+
+
+@pytest.mark.parametrize("direction", ["out", "in"])
+def test_steps_that_share_one_small_arena_do_not_write_over_each_other(
+    direction: str, memories: list[HybridMemory]
+) -> None:
+    # torchtitan #2581, TRL #7195: what is still on its way was overwritten by the next step.
+    torch.manual_seed(0)
+    plain = _deep(64)
+    moved = copy.deepcopy(plain)
+    make = lambda: torch.randn(64, 64)  # noqa: E731
+    wanted = _train(plain, make, None, "float32", steps=6)
+    # Room for the blocks of one step and no more.
+    memory = _memory(memories, moved, host_budget=7 * 64 * 64 * 4, adapter=Slow(direction, 2e-3))
+    _assert_same(_train(moved, make, memory, "float32", steps=6), wanted)
+    assert memory.totals.moved_bytes > 0
+
+
+def test_exactly_what_is_planned_moves_whatever_the_sizes(memories: list[HybridMemory]) -> None:
+    # TransformerEngine #2341, Megatron #5101, NeMo #14670: the wrong layers moved, or unequal ones failed.
+    widths = [16 * (1 + (7 * index) % 5) for index in range(33)]
+    layers = [part for a, b in itertools.pairwise(widths) for part in (nn.Linear(a, b), nn.Tanh())]
+    torch.manual_seed(0)
+    plain = nn.Sequential(*layers)
+    moved = copy.deepcopy(plain)
+    make = lambda: torch.randn(128, 16)  # noqa: E731
+    memory = _memory(memories, moved, policy="auto", link=Link(1e9, 1e9), adapter=PoisonAdapter(5))
+    memory.is_adapting = False
+    _planned(memory, lambda: moved(make()).sum())
+    memory.budget = memory.totals.peak_bytes // 2
+    for _ in range(4):
+        before = memory.totals.moved_bytes
+        _planned(memory, lambda: moved(make()).sum())
+        assert memory.plan is not None and memory.profile is not None
+        planned = sum(
+            block.size_bytes
+            for block, what in zip(memory.profile.blocks, memory.plan.decisions, strict=True)
+            if what is OFFLOAD
+        )
+        assert memory.totals.moved_bytes - before == planned > 0
+    assert memory.totals.num_replans == 0
+    for net in (plain, moved):
+        net.zero_grad()
+    x = make()
+    plain(x).sum().backward()
+    _planned(memory, lambda: moved(x).sum())
+    _assert_same([p.grad for p in moved.parameters()], [p.grad for p in plain.parameters()])
+
+
+def test_a_link_that_is_too_slow_never_makes_it_worse(memories: list[HybridMemory]) -> None:
+    # axolotl #3776: offloading everything held 32.5 GB where nothing offloaded held 17.2.
+    model = _deep(128)
+    x = torch.randn(256, 128)
+    kept = _memory(memories, model, policy="auto")
+    for _ in range(3):
+        _planned(kept, lambda: model(x).sum())
+    block = 256 * 128 * 4
+    memory = _memory(memories, model, policy="offload", window_bytes=2 * block, adapter=Slow("out", 5e-3))
+    for _ in range(4):
+        _planned(memory, lambda: model(x).sum())
+    assert memory.totals.peak_bytes <= kept.totals.peak_bytes
+    assert memory.totals.peak_bytes <= 5 * block  # two leave, one is made, one comes back beside one in use
+    budget = int(0.7 * kept.totals.peak_bytes)
+    planned = _memory(memories, model, policy="auto", device_budget=budget, link=Link(1e6, 1e6))
+    for _ in range(3):
+        _planned(planned, lambda: model(x).sum())
+    moved = planned.totals.moved_bytes / planned.totals.num_steps
+    assert moved < memory.totals.moved_bytes / memory.totals.num_steps
+
+
+def test_what_no_hook_sees_is_reported(memories: list[HybridMemory]) -> None:
+    # pytorch #191236, accelerate #4175: selective checkpointing and closures keep tensors past the hooks.
+    from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+    def policy(_: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        is_product = op in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+        return CheckpointPolicy.MUST_SAVE if is_product else CheckpointPolicy.PREFER_RECOMPUTE
+
+    layer = nn.Sequential(nn.Linear(64, 64), nn.Tanh())
+    x = torch.randn(256, 64, requires_grad=True)
+
+    def plain() -> Tensor:
+        return layer(x).sum()
+
+    def selective() -> Tensor:
+        contexts = lambda: create_selective_checkpoint_contexts(policy)  # noqa: E731
+        return checkpoint(layer, x * 1, use_reentrant=False, context_fn=contexts).sum()
+
+    def closure() -> Tensor:
+        hidden = x * 2
+        return checkpoint(lambda y: layer(y + hidden), x * 1, use_reentrant=False).sum()
+
+    found = {}
+    for run in (plain, selective, closure):
+        memory = _memory(memories, layer, policy="auto")
+        for _ in range(2):
+            _planned(memory, run)
+        found[run.__name__] = memory.report().unmanaged_bytes
+    assert found["plain"] < 1000
+    assert found["selective"] >= 256 * 64 * 4 and found["closure"] >= 256 * 64 * 4
+
+
+def test_a_backward_pass_in_a_backward_pass_and_a_part_of_one(memories: list[HybridMemory]) -> None:
+    layer = nn.Sequential(nn.Linear(32, 32), nn.Tanh())
+    x = torch.randn(16, 32, requires_grad=True)
+
+    def run() -> Tensor:
+        return checkpoint(layer, checkpoint(layer, x * 1, use_reentrant=True), use_reentrant=True).sum()
+
+    run().backward()
+    wanted = [t.grad.clone() for t in (x, *layer.parameters()) if t.grad is not None]
+    memory = _memory(memories, layer)
+    for _ in range(3):
+        x.grad = None
+        layer.zero_grad()
+        _planned(memory, run)
+        _assert_same([x.grad, *(p.grad for p in layer.parameters())], wanted)
+    hidden_grads = []
+    for is_moved in (False, True):
+        with memory.step() if is_moved else contextlib.nullcontext():
+            hidden = layer(x * 1)
+            y = layer(hidden).sum()
+        (part,) = torch.autograd.grad(y, hidden)
+        hidden_grads.append(part)
+        del y, hidden
+    assert torch.equal(*hidden_grads)
+
+
+def test_a_tier_without_room_keeps_everything_and_says_so(
+    tmp_path: Path, memories: list[HybridMemory]
+) -> None:
+    model = _deep()
+    memory = _memory(memories, model, policy="offload", host_budget=2**50, tier=f"mmap:{tmp_path}")
+    assert "nothing is offloaded: memory.tier must be a folder with" in memory.report().remark
+    x = torch.randn(32, 128)
+    for _ in range(3):
+        _planned(memory, lambda: model(x).sum())
+    assert memory.totals.moved_bytes == 0 and memory.plan is not None
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_plans_follow_the_rate_that_copies_have(memories: list[HybridMemory]) -> None:
+    """Planned for a fast link; others use it, or it was measured wrongly."""
+    model = Blocks()
+    x = torch.randn(64, 3, 32, 32)
+    adapter = CpuAdapter(EmulatedLink.alone(2e7, 2e7))
+    memory = _memory(memories, model, policy="auto", link=Link(1e12, 1e12), adapter=adapter)
+    _planned(memory, lambda: model(x).sum())
+    memory.budget = int(0.6 * memory.totals.peak_bytes)
+    for _ in range(5):
+        _planned(memory, lambda: model(x).sum())
+    assert memory.plan is not None and memory.report().num_adapted >= 1
+    assert memory.plan.link.out_bytes_per_s == pytest.approx(2e7, rel=0.3)
+    assert RECOMPUTE in memory.plan.decisions
+
+
+def test_a_plan_that_keeps_everything_steps_aside_and_comes_back(memories: list[HybridMemory]) -> None:
+    model = _deep(64)
+    memory = _memory(memories, model, policy="auto", device_budget=64 * MIB)
+    x = torch.randn(32, 64)
+    for _ in range(10):
+        _planned(memory, lambda: model(x).sum())
+    assert memory._step is not None and memory._step._is_settled and memory.totals.num_replans == 0
+    a = torch.ones(32, 64, requires_grad=True)
+    with memory.step():  # in place, unseen by autograd: still caught
+        b = a * 1
+        y = (b * b).sum()
+        with torch.no_grad():
+            b.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.backward()
+    del b, y
+    for depth in (4, 4, 4):  # another graph that begins alike: seen, and recorded anew
+        _planned(memory, lambda depth=depth: model[:depth](x).sum())  # type: ignore[misc]
+    assert memory.totals.num_replans >= 1
 
 
 def test_a_budget_that_nothing_fits_says_by_how_much(memories: list[HybridMemory]) -> None:
@@ -1033,21 +1251,96 @@ def test_an_emulated_link_takes_its_time() -> None:
     adapter.close()
 
 
+class Faulty(CpuAdapter):
+    """Fails when it is told to."""
+
+    fails_at = ""
+
+    def copy_out(self, source: Tensor, target: Tensor) -> Any:
+        if self.fails_at == "pack":
+            raise OSError("no copy out")
+        return super().copy_out(source, target)
+
+    def copy_in(self, source: Tensor, target: Tensor, after: Any) -> Any:
+        if self.fails_at == "unpack":
+            raise OSError("no copy in")
+        return super().copy_in(source, target, after)
+
+
 @pytest.mark.slow
-def test_a_thousand_steps_leave_memory_as_it_was(memories: list[HybridMemory]) -> None:
+def test_a_thousand_steps_with_faults_everywhere_leave_memory_as_it_was(memories: list[HybridMemory]) -> None:
     import psutil
 
     model = _deep()
-    memory = _memory(memories, model)
+    adapter = Faulty()
+    memory = _memory(memories, model, adapter=adapter)
     x = torch.randn(64, 128)
     sizes = []
+
+    def interrupt(gradient: Tensor) -> Tensor:
+        raise KeyboardInterrupt
+
+    places = ["", "pack", "", "unpack", "", "forward", "", "backward", "", "dropped"]
     for step in range(1000):
-        _planned(memory, lambda: model(x).sum())
-        if step in (200, 999):
+        adapter.fails_at = places[step % len(places)]
+        with contextlib.suppress(OSError, KeyboardInterrupt):
+            with memory.step():
+                hidden = model[:6](x)
+                if adapter.fails_at == "forward":
+                    raise KeyboardInterrupt
+                if adapter.fails_at == "backward":
+                    hidden.register_hook(interrupt)
+                y = model[6:](hidden).sum()
+            if adapter.fails_at != "dropped":
+                y.backward()
+        hidden = y = None  # type: ignore[assignment]
+        if step % 100 == 99:
             gc.collect()
+            memory.settle()
+            assert (memory.arena.used_bytes, memory.live_bytes) == (0, 0)
+        if step in (299, 999):
             sizes.append(psutil.Process().memory_info().rss)
-    memory.settle()
-    assert memory.arena.used_bytes == 0 and sizes[1] - sizes[0] < 8 * MIB
+    assert sizes[1] - sizes[0] < 8 * MIB
+
+
+def _private_bytes() -> int:
+    """Memory of this process that no file stands behind."""
+    status = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in status if line.startswith("RssAnon"))
+
+
+def _measure_freed(comm: Any, tier: str) -> tuple[int, int]:
+    """Bytes that the system says went, and what is claimed."""
+    return_freed_memory()
+    model = nn.Sequential(*(part for _ in range(8) for part in (nn.Linear(256, 256), nn.Tanh())))
+    x = torch.randn(16384, 256)  # 16 MiB a block
+    found = []
+    for policy in ("keep", "offload"):
+        memory = HybridMemory(
+            model, policy=policy, host_budget=256 * MIB, tier=f"mmap:{tier}", window_bytes=16 * MIB, link=FAST
+        )
+        for _ in range(3):
+            before, claimed = _private_bytes(), memory.totals.freed_bytes
+            with memory.step():
+                y = model(x).sum()
+            memory.settle()
+            time.sleep(0.3)
+            if policy == "offload" and memory._step is not None:
+                memory._step._reap()
+            there = _private_bytes() - before
+            y.backward()
+            claimed = memory.totals.freed_bytes - claimed
+            del y
+        found.append(there)
+        gc.collect()
+        memory.close()
+    return found[0] - found[1], claimed
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads memory as Linux counts it")
+def test_what_is_said_to_be_freed_is_what_the_system_got_back(tmp_path: Path) -> None:
+    ((freed, claimed),) = run_workers(_measure_freed, 1, str(tmp_path))
+    assert claimed >= 7 * 16 * MIB and freed == pytest.approx(claimed, rel=0.05)
 
 
 # --- the largest batch -----------------------------------------------------------------------------------
@@ -1126,6 +1419,8 @@ def _capped_search(comm: Any, caps_mib: list[int], is_hybrid: bool, tier: str) -
 def test_workers_with_different_memory_agree_and_hybrid_memory_holds_a_larger_batch(tmp_path: Path) -> None:
     plain = run_workers(_capped_search, 2, [96, 64], False, "")
     assert plain[0][0] == plain[1][0] > 0  # Lightning #19789, composer #2117: the other one hung
+    four = run_workers(_capped_search, 4, [128, 96, 64, 80], False, "")
+    assert {found for found, _ in four} == {four[2][0]} and four[2][0] == pytest.approx(plain[1][0], rel=0.2)
     alone = run_workers(_capped_search, 1, [64], False, "")
     assert alone[0][0] == pytest.approx(plain[0][0], rel=0.25)
     hybrid = run_workers(_capped_search, 2, [96, 64], True, str(tmp_path))

@@ -12,6 +12,7 @@ BENCHMARKS = {
     "lars": "the cost of a step of LARS against SGD and another LARS; accuracy at a large batch",
     "ladder": "from the flat parameter server to two levels, one part at a time, on an emulated 4x4 cluster",
     "memory": "activations that move: speed kept, prefetching, four workers on one link, larger batches",
+    "memory-cuda": "the same on a GPU, against torch's save_on_cpu and full checkpointing",
     "overhead": "what a run costs beside its training: start, events, tracking, all-reduce against DDP",
     "partition": "a plan for unlike devices against an equal split and against all devices' own speeds",
     "server": "the asynchronous server's transport on an emulated link: against the wire, gloo and plain TCP",
@@ -37,5 +38,5 @@ def run_benchmark(name: str, say: Callable[[str], None]) -> Report:
             f"benchmark must be one of {', '.join(BENCHMARKS)}, got {name!r}. "
             f"{did_you_mean(name, BENCHMARKS)}"
         )
-    report: Report = importlib.import_module(f"labkit.bench.{name}").measure(say)
+    report: Report = importlib.import_module(f"labkit.bench.{name.replace('-', '_')}").measure(say)
     return report

@@ -97,7 +97,7 @@ class Trainer:
         self.memory = build_memory(config, self.model, placement, device, folder)
         if self.memory is not None:
             self.memory.is_tracing = True
-            self.pace.stalled_s = self.memory.stalled_s
+            self.pace.stalled_s = self.memory.not_computing_s
             spread_over_forward(self.model, self.pace)
         self.sampler = self._make_sampler()
         self._feed: Feed | None = None

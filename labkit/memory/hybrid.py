@@ -38,6 +38,8 @@ _WINDOW_SHARE = 8  # of what is saved, where no budget bounds what is under way
 _MOST_PLANS = 32
 _MOST_ADAPTED = 3  # new plans for one batch because copies run at another rate
 _SAME_RATE = 1.25  # times apart
+_SAME_SPEED = 1.1  # times apart
+_ODD_STEPS = 2  # in a row before it is no hiccup
 
 
 @dataclass
@@ -55,7 +57,7 @@ class Report:
         num_recomputed: Segments that were computed again.
         stall_s: That computing waited for copies.
         num_replans: Steps whose saved tensors were not those of the plan.
-        num_adapted: Plans that were made again since copies ran at another rate than planned with.
+        num_adapted: Plans that were made again since copies or computing went at another rate than planned.
         peak_bytes: Most bytes of saved storages on the device at once.
         held: Bytes that were brought out and stayed, since somebody else holds them, by shape.
         stalls: Seconds that computing waited for each block, by shape and segment.
@@ -168,11 +170,13 @@ class HybridMemory:
         # By the size of the first tensor: the last batch of an epoch is smaller, and has a plan of its own.
         self._known: OrderedDict[int, Known] = OrderedDict()
         self._num_adapted: dict[int, int] = {}
+        self._num_odd = 0  # steps in a row that were not as planned
         self._plan: Plan | None = None
         self._step: Step | None = None
         self.live_bytes = self._step_peak_bytes = 0
         self._own: dict[int, Tensor] | None = None  # parameters and buffers by storages, in this step
-        self._stalls: deque[tuple[str, Mark, Mark]] = deque()  # whose length is not known yet
+        self._stalls: deque[tuple[Step, str, str, Mark, Mark]] = deque()  # whose length is not known yet
+        self.thinking_s = 0.0  # that planning and looking around took
         self.is_prefetching = True  # False: blocks come back when they are asked for, to compare with
         self.is_adapting = True  # False: rates stay as they were given, to compare with
         self.is_tracing = False  # keep when bytes came and went, for `trace`
@@ -190,6 +194,11 @@ class HybridMemory:
     def plan(self) -> Plan | None:
         """What was chosen, from the second step on."""
         return self._plan
+
+    @property
+    def has_plans(self) -> bool:
+        """A step like those before it will find its plan."""
+        return bool(self._known)
 
     @property
     def profile(self) -> Profile | None:
@@ -258,6 +267,7 @@ class HybridMemory:
 
     def _begin(self) -> None:
         """What the last step showed decides about this one."""
+        began_at = time.perf_counter()
         last, self._step = self._step, None
         self.stalled_s()
         if last is not None:
@@ -276,6 +286,7 @@ class HybridMemory:
         with self.lock:
             self.bury()
         self._step_peak_bytes = self.live_bytes
+        self.thinking_s += time.perf_counter() - began_at
         self._step = Step(self)
 
     def _look_back(self, step: Step | None) -> None:
@@ -338,22 +349,41 @@ class HybridMemory:
         return known
 
     def _adapt(self, step: Step) -> None:
-        """Plan again when copies run at another rate than the plan counts on: others may use the link."""
-        known, rates = step.known, self.adapter.rates()
-        count = self._num_adapted.get(step.first_bytes, 0)
-        if known is None or not rates or not self.is_adapting or count >= _MOST_ADAPTED:
+        """Plan again when steps are not what the plan counts on.
+
+        Copies may run at another rate, since others use the link; and the step that was recorded was the
+        first one, which computes more slowly than those after it.
+        """
+        known, count = step.known, self._num_adapted.get(step.first_bytes, 0)
+        if (
+            known is None
+            or not self.is_adapting
+            or count >= _MOST_ADAPTED
+            or not known.plan.outcome.moved_bytes
+        ):
             return
-        link = known.plan.link
+        rates, link, profile = self.adapter.rates(), known.plan.link, known.profile
         found = Link(
             rates.get("out", link.out_bytes_per_s), rates.get("in", link.in_bytes_per_s), link.latency_s
         )
-        if found.is_like(link, _SAME_RATE):
+        compute_s = step.compute_s()
+        factors = (1.0, 1.0)
+        if compute_s is not None:
+            planned_s = (profile.forward_s, profile.step_s - profile.forward_s)
+            factors = (_ratio(compute_s[0], planned_s[0]), _ratio(compute_s[1], planned_s[1]))
+        is_as_planned = all(1 / _SAME_SPEED < factor < _SAME_SPEED for factor in factors)
+        if is_as_planned and found.is_like(link, _SAME_RATE):
+            self._num_odd = 0
             return
+        self._num_odd += 1
+        if self._num_odd < _ODD_STEPS:
+            return
+        self._num_odd = 0
         self._num_adapted[step.first_bytes] = count + 1
-        with contextlib.suppress(Infeasible):  # then the plan that there is goes on, more slowly
-            plan = self._make_plan(known.profile, found)
-            again = Known.of(known.profile, known.keys, plan, known.own_results)
-            self._remember(step.first_bytes, again)
+        profile = profile if is_as_planned else profile.scaled(*factors)
+        with contextlib.suppress(Infeasible):  # then the plan that there is goes on
+            plan = self._make_plan(profile, found)
+            self._remember(step.first_bytes, Known.of(profile, known.keys, plan, known.own_results))
             self.totals.num_adapted += 1
 
     def _measure_link(self) -> Link:
@@ -427,22 +457,32 @@ class HybridMemory:
             if self.is_tracing and self._step is not None:
                 self._step.trace.append((self.adapter.mark(), live_bytes))
 
-    def stalled(self, name: str, marks: tuple[Mark, Mark] | None) -> None:
+    def stalled(self, step: Step, name: str, marks: tuple[Mark, Mark] | None) -> None:
         """Computing has waited, or will have, for a block."""
         if marks is not None:
-            self._stalls.append((name, *marks))
+            phase = "forward" if step.turned is None else "backward"
+            self._stalls.append((step, phase, name, *marks))
 
     def stalled_s(self) -> float:
         """Seconds that computing has waited so far, as far as they are known."""
         while self._stalls:
-            name, begin, end = self._stalls[0]
+            step, phase, name, begin, end = self._stalls[0]
             seconds = self.adapter.between(begin, end)
             if seconds is None:
                 break
             self._stalls.popleft()
             self.totals.stall_s += seconds
+            step.stalled_s[phase] += seconds
             self.totals.stalls[name] = self.totals.stalls.get(name, 0.0) + seconds
         return self.totals.stall_s
+
+    def not_computing_s(self) -> float:
+        """Seconds so far that the host waited for copies, planned, or looked around."""
+        return self.stalled_s() + self.thinking_s
+
+
+def _ratio(one: float, other: float) -> float:
+    return max(one, 1e-6) / max(other, 1e-6)
 
 
 def _states(model: nn.Module) -> Iterator[Tensor]:

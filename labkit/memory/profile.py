@@ -3,6 +3,9 @@
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
+NEVER_S = 1e9
+"""After everything."""
+
 
 class Decision(StrEnum):
     """What becomes of a block between its forward and its backward use."""
@@ -62,6 +65,31 @@ class Profile:
     def saved_bytes(self) -> int:
         """Of all blocks."""
         return sum(block.size_bytes for block in self.blocks)
+
+    def scaled(self, forward: float, backward: float) -> "Profile":
+        """The same computed in so many times the time."""
+        turn = self.forward_s
+
+        def at(seconds: float) -> float:
+            return forward * min(seconds, turn) + backward * max(0.0, seconds - turn)
+
+        blocks = tuple(
+            replace(
+                block,
+                saved_s=at(block.saved_s),
+                needed_s=at(block.needed_s),
+                released_s=at(block.released_s),
+                gone_s=at(block.gone_s) if block.gone_s < NEVER_S else NEVER_S,
+            )
+            for block in self.blocks
+        )
+        return replace(
+            self,
+            blocks=blocks,
+            forward_s=at(turn),
+            step_s=at(self.step_s),
+            recompute_s=tuple(forward * seconds for seconds in self.recompute_s),
+        )
 
     def with_gradients(self, gradient_bytes: int) -> "Profile":
         """The same beside other traffic."""

@@ -2,13 +2,15 @@
 
 import contextlib
 import gc
+import weakref
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from labkit.memory.profile import Block, Profile
+from labkit.memory.profile import NEVER_S, Block, Profile
 from labkit.memory.saved import Key, Saved
 from labkit.memory.segments import Watch
 
@@ -16,11 +18,12 @@ if TYPE_CHECKING:
     from labkit.memory.hybrid import HybridMemory
 
 
-_END_S = 1e9  # after everything
-
-
 def _num_holders(storage: int) -> int:
     return int(torch._C._storage_Use_Count(storage))
+
+
+def _num_bytes(storage: int) -> int:
+    return int(torch.UntypedStorage._new_with_weak_ptr(storage).nbytes())
 
 
 def _count_when_alone() -> int:
@@ -32,16 +35,21 @@ def _count_when_alone() -> int:
 _ALONE = _count_when_alone()
 
 
-def _tensors_there(device: torch.device) -> dict[int, int]:
-    """Bytes of the storages of all tensors that Python knows, by address."""
+def _is_released(saved: Saved | None) -> bool:
+    """Nobody but the block itself, if it is there, holds its memory."""
+    return saved is None or _num_holders(saved.storage) <= _ALONE - (not saved.is_there())
+
+
+def _tensors_there(device: torch.device) -> dict[int, StorageWeakRef]:
+    """The storages of all tensors that Python knows, by address; the references keep addresses theirs."""
     found = {}
     for thing in gc.get_objects():
         # By its type: asking some things for their class makes them import or warn.
         if not issubclass(type(thing), Tensor) or thing.device != device or thing.layout is not torch.strided:
             continue
         with contextlib.suppress(RuntimeError, NotImplementedError):  # of a kind without a storage
-            storage = thing.untyped_storage()
-            found[StorageWeakRef(storage).cdata] = storage.nbytes()
+            weak = StorageWeakRef(thing.untyped_storage())
+            found[weak.cdata] = weak
     return found
 
 
@@ -57,24 +65,34 @@ class Record:
         self._blocks: list[tuple[float, int, bool, str]] = []
         self._needed_s: dict[Key, float] = {}
         self._gone_s: dict[Key, float] = {}
-        self._held: dict[Key, int] = {}  # storages that the forward pass itself still holds
+        self._held: dict[Key, weakref.ref[Saved]] = {}  # that the forward pass itself still holds
         self._released_s: dict[Key, float] = {}
         self._last_s = 0.0
         self._segments: list[Watch] = []
-        self._there_before: set[int] | None = None
+        self._there_before: dict[int, StorageWeakRef] | None = None
         self.unmanaged_bytes = 0
 
     def look_around(self) -> None:
         """Note which tensors there are before the forward pass makes more."""
-        self._there_before = set(_tensors_there(self._memory.adapter.device))
+        if self._there_before is None:
+            with self._thinking():
+                self._there_before = _tensors_there(self._memory.adapter.device)
+
+    @contextlib.contextmanager
+    def _thinking(self) -> Iterator[None]:
+        """What is done meanwhile is no compute."""
+        before = self._memory.adapter.now()
+        yield
+        seconds = self._memory.adapter.now() - before
+        self._began_at += seconds
+        self._memory.thinking_s += seconds
 
     def _look_for_unmanaged(self, managed: set[int]) -> None:
         if self._there_before is None:
             return
         found = _tensors_there(self._memory.adapter.device)
-        self.unmanaged_bytes = sum(
-            size for address, size in found.items() if address not in self._there_before | managed
-        )
+        new = [address for address in found if address not in self._there_before and address not in managed]
+        self.unmanaged_bytes = sum(_num_bytes(address) for address in new)
         self._there_before = None
 
     @property
@@ -93,12 +111,11 @@ class Record:
         self.keys.append(saved.key)
         self._blocks.append((now, saved.size_bytes, is_movable, saved.name))
         if is_movable:
-            self._held[saved.key] = saved.storage
+            self._held[saved.key] = weakref.ref(saved)
 
     def _look_what_is_held(self, now: float) -> None:
         """A storage that nobody but its block holds any more could go."""
-        gone = [key for key, storage in self._held.items() if _num_holders(storage) <= _ALONE]
-        for key in gone:
+        for key in [key for key, known in self._held.items() if _is_released(known())]:
             del self._held[key]
             self._released_s[key] = now
 
@@ -111,8 +128,8 @@ class Record:
         """
         self._last_s = self._now()
         if not self._needed_s:
-            self._look_for_unmanaged(managed)
-            self._began_at += self._now() - self._last_s  # looking around is no compute
+            with self._thinking():
+                self._look_for_unmanaged(managed)
         if self._held:
             self._look_what_is_held(self._last_s)
             self._held.pop(key, None)
@@ -140,7 +157,7 @@ class Record:
             released_s = self._released_s.get(key, needed_s if is_movable else saved_s)
             segment = key[0] if can_repeat else -1
             # What is still there after the last block was needed goes at the end.
-            gone_s = self._gone_s.get(key, _END_S if key in self._needed_s else 0.0)
+            gone_s = self._gone_s.get(key, NEVER_S if key in self._needed_s else 0.0)
             blocks.append(Block(size_bytes, saved_s, needed_s, segment, is_movable, name, released_s, gone_s))
         seconds = tuple(watch.seconds for watch in self._segments)
         boundary_bytes = tuple(watch.boundary_bytes for watch in self._segments)

@@ -170,7 +170,7 @@ class Saved:
     def wait_out(self) -> None:
         """Have the computing wait until its bytes are on the host."""
         assert self._out is not None
-        self._step.memory.stalled(self.name, self._out.wait())
+        self._step.memory.stalled(self._step, self.name, self._out.wait())
         self._may_go = True
 
     def let_go(self) -> None:
@@ -194,6 +194,10 @@ class Saved:
         held[self.name] = held.get(self.name, 0) + self.size_bytes
 
     # --- back --------------------------------------------------------------------------------------------
+
+    def is_there(self) -> bool:
+        """It holds memory on the device."""
+        return self._bytes is not None
 
     def is_leaving(self) -> bool:
         """It is still there, and on its way out."""
@@ -224,7 +228,7 @@ class Saved:
             if self._bytes is None:
                 self.come_back()
             if self._in is not None:
-                memory.stalled(self.name, self._in.wait())
+                memory.stalled(self._step, self.name, self._in.wait())
                 self._in = None
             assert self._bytes is not None
             whole = torch.empty(0, dtype=dtype, device=self._bytes.device)

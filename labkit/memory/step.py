@@ -107,6 +107,8 @@ class Step:
         self.record: Record | None = None
         self.known: Known | None = None
         self._own_record = Record(memory)  # its clock begins now
+        if not memory.has_plans:
+            self._own_record.look_around()
         self._blocks: dict[_Identity, weakref.ref[Saved]] = {}
         self.first_bytes = 0
         self.segment = -1  # that computes now
@@ -127,7 +129,9 @@ class Step:
         self._place = 0  # how far the backward pass is, in the plan's order
         self._resident: deque[weakref.ref[Saved]] = deque()  # that a step without a plan has saved
         self.began = memory.adapter.mark()
+        self.turned: Any = None  # when the backward pass first asked for something
         self.ended: Any = None
+        self.stalled_s = {"forward": 0.0, "backward": 0.0}
         self.trace: list[tuple[Any, int]] = []  # when bytes came and went
 
     # --- forward -----------------------------------------------------------------------------------------
@@ -231,6 +235,20 @@ class Step:
         # Another graph than those before, which was not followed block by block.
         self.is_off_plan = self._is_settled and len(self.known.seen) > 1
 
+    def compute_s(self) -> tuple[float, float] | None:
+        """Seconds of compute of the forward and of the backward pass; None while that isn't known."""
+        adapter = self.memory.adapter
+        if self.turned is None:
+            return None
+        forward_s, backward_s = (
+            adapter.between(self.began, self.turned),
+            adapter.between(self.turned, self.ended),
+        )
+        if forward_s is None or backward_s is None or self.known is None:
+            return None
+        again_s = sum(self.known.profile.recompute_s[segment] for segment in self.known.again)
+        return forward_s - self.stalled_s["forward"], backward_s - self.stalled_s["backward"] - again_s
+
     def storages_of(self, segment: int) -> set[int]:
         """Storages that a segment has saved; -1: those outside of segments, which stay whatever they do."""
         blocks = (known() for known in self._blocks.values())
@@ -319,6 +337,7 @@ class Step:
             self.record.needed(saved.key, {storage for storage, _, _ in self._blocks})
         else:
             self.ended = memory.adapter.mark()
+            self.turned = self.turned or self.ended
         self._reap()
         for known in self._lingering:
             lingering = known()
