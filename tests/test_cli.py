@@ -27,7 +27,7 @@ from tests.made_notebooks import make_notebook, printed, read_strictly
 from tests.made_runs import MadeRun
 
 VERBS = "run status logs stop attach resume reproduce sync trace lab ui doctor config schema".split()
-VERBS += "cluster probe plan shards bench".split()
+VERBS += "cluster probe plan memory shards bench".split()
 TINY = ["engine.num_epochs=1", "cluster=1x2", "model=mlp"]
 
 

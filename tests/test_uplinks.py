@@ -14,6 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import newest_checkpoint
+from test_memory import _chain
 
 import labkit
 from labkit.cli import main
@@ -23,7 +24,7 @@ from labkit.engine.uplinks import uplink_of
 from labkit.errors import ConfigError
 from labkit.launch import Run
 from labkit.launch.forked import run_workers
-from labkit.memory import Block, Decision, Limits, Link, Profile, Uplink, make_plan, simulate, simulate_shared
+from labkit.memory import Decision, Limits, Link, Profile, Uplink, make_plan, simulate, simulate_shared
 from labkit.memory.adapter import CpuAdapter
 from labkit.memory.turns import EmulatedLink, LinkState, make_state, open_state
 from labkit.memory.uplink import groups_behind_bridges
@@ -62,16 +63,6 @@ def test_devices_below_one_port_share_it_through_any_switches() -> None:
 
 
 # --- several devices on one link -----------------------------------------------------------------------------
-
-
-def _chain(sizes: list[int], forward_s: float = 1.0) -> Profile:
-    count = len(sizes)
-    each = forward_s / count
-    blocks = [
-        Block(size, (index + 1) * each, forward_s + 2 * each * (count - 1 - index), segment=index)
-        for index, size in enumerate(sizes)
-    ]
-    return Profile(tuple(blocks), forward_s, 3 * forward_s, (each,) * count, (0,) * count)
 
 
 profiles = st.lists(st.integers(1, 100), min_size=1, max_size=8).map(_chain)

@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from labkit.cli.experiment import build_config, experiment_options, read_choice
-from labkit.cli.output import json_option, print_json
-from labkit.config import format_bytes, parse_bytes
+from labkit.cli.output import json_option, print_json, read_size
+from labkit.config import format_bytes
 from labkit.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -140,20 +140,13 @@ def simulate(run: str, rank: int, budget: str | None, rate: str | None, devices:
 
     recorded = read_memory(run, rank).recorded
     if budget is not None:
-        recorded = replace(recorded, budget_bytes=_size("--budget", budget) - recorded.reserved_bytes)
+        recorded = replace(recorded, budget_bytes=read_size("--budget", budget) - recorded.reserved_bytes)
     link = recorded.link
     uplink = Uplink.ideal(link.out_bytes_per_s, link.in_bytes_per_s)
     if rate is not None:
-        uplink = Uplink.ideal(float(_size("--rate", rate)))
+        uplink = Uplink.ideal(float(read_size("--rate", rate)))
     predicted = what_if(recorded, uplink, devices)
     if is_json:
         print_json(asdict(predicted))
         return
     click.echo(predicted)
-
-
-def _size(name: str, text: str) -> int:
-    try:
-        return int(parse_bytes(text))
-    except ValueError as error:
-        raise ConfigError(f"{name}: {error}") from None

@@ -11,12 +11,27 @@ from typing import IO, Any
 
 import click
 
+from labkit.config import parse_bytes
+from labkit.errors import ConfigError
+
 json_option = click.option("--json", "is_json", is_flag=True, help="Print JSON instead of text.")
 
 
 def is_terminal(stream: IO[str]) -> bool:
     """A person looks at it: bars and colour are welcome."""
     return stream.isatty() and os.environ.get("TERM") != "dumb"
+
+
+def read_size(name: str, text: str) -> int:
+    """Bytes of an option such as `64MiB`.
+
+    Raises:
+        ConfigError: it is none; the message names the option.
+    """
+    try:
+        return int(parse_bytes(text))
+    except ValueError as error:
+        raise ConfigError(f"{name}: {error}") from None
 
 
 def print_json(value: Any) -> None:

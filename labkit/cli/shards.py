@@ -9,8 +9,8 @@ from typing import Any
 
 import click
 
-from labkit.cli.output import is_terminal, json_option, print_json, print_table
-from labkit.config import format_bytes, parse_bytes, parse_yaml
+from labkit.cli.output import is_terminal, json_option, print_json, print_table, read_size
+from labkit.config import format_bytes, parse_yaml
 from labkit.errors import ConfigError
 
 
@@ -71,8 +71,8 @@ def write(
     from labkit.tasks.shard_sources import write_shards
 
     settings = WriteOptions(
-        _size("--shard-size", shard_size),
-        _size("--extent-size", extent_size),
+        read_size("--shard-size", shard_size),
+        read_size("--extent-size", extent_size),
         val_share,
         None if no_shuffle else shuffle_seed,
         processes or os.cpu_count() or 1,
@@ -94,13 +94,6 @@ def write(
     if any(column.kind == "image" for index in found.values() for column in index.columns):
         hint += " data.image_size=[64,64]"
     click.echo(hint)
-
-
-def _size(name: str, text: str) -> int:
-    try:
-        return int(parse_bytes(text))
-    except ValueError as error:
-        raise ConfigError(f"{name}: {error}") from None
 
 
 def _options(words: tuple[str, ...]) -> dict[str, Any]:
@@ -199,7 +192,7 @@ def show(folder: str, window: str, batch: int, is_json: bool) -> None:
     found = {}
     for path in _folders(folder):
         index = read_index(path)
-        order = WindowShuffle(index.extent_rows, index.extent_bytes, _size("--window", window), 0)
+        order = WindowShuffle(index.extent_rows, index.extent_bytes, read_size("--window", window), 0)
         quality = shuffle_quality(order, batch, targets_of(path, index))
         found[path.name] = {**_summary(index), "shuffle": vars(quality)}
     if is_json:

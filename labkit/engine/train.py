@@ -310,14 +310,20 @@ class Trainer:
         if self.memory is None:
             return
         report = self.memory.report()
-        self.log.write("memory", step=self.progress.step, **asdict(report))
+        per_step = 1 / max(1, report.num_steps)
+        values = {
+            "memory/peak_mib": report.measured_peak_bytes / 2**20,
+            "memory/moved_mib": report.moved_bytes * per_step / 2**20,
+            "memory/freed_mib": report.freed_bytes * per_step / 2**20,
+            "memory/stall_ms": 1e3 * report.stall_s * per_step,
+        }
+        self.log.write("memory", step=self.progress.step, values=values, **asdict(report))
         recorded = self.memory.recorded()
         if recorded is not None:
             live, copies = self.memory.trace()
             self.log.write(
                 "memory_plan", step=self.progress.step, live=live, copies=copies, **recorded.to_mapping()
             )
-        per_step = 1 / max(1, report.num_steps)
         saved, moved, freed = (
             format_bytes(size * per_step)
             for size in (report.saved_bytes, report.moved_bytes, report.freed_bytes)

@@ -2,13 +2,12 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import plotly.graph_objects as go
 
-from labkit.config import ClusterConfig, ExperimentConfig, MeasuredUplinkConfig, from_overrides
+from labkit.config import ClusterConfig, ExperimentConfig, MeasuredUplinkConfig
 from labkit.lab.figures import TEMPLATE
-from labkit.lab.heterogeneity._probe import run_probe, save_cluster
+from labkit.lab.heterogeneity._probe import run_probe
 from labkit.lab.progress import wait_with_lines
 from labkit.lab.tables import Cell, Table
 from labkit.launch import Run
@@ -32,18 +31,6 @@ class LinkProbe:
     def cluster(self) -> ClusterConfig:
         """The cluster with them."""
         return self.config.cluster.model_copy(update={"measured_uplinks": self.uplinks})
-
-    def applied_to(self, config: ExperimentConfig) -> ExperimentConfig:
-        """An experiment on the cluster with them."""
-        return from_overrides({"cluster": self.cluster.model_dump(mode="json")}, base=config)
-
-    def save(self, path: str | Path) -> Path:
-        """Write the cluster with them; comments at the top of an older file are kept.
-
-        Raises:
-            ConfigError: the file can't be written.
-        """
-        return save_cluster(self.cluster, path)
 
 
 def probe_links(
