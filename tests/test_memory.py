@@ -563,6 +563,7 @@ class Changing(nn.Module):
         if how == "twice":
             self.norm = nn.BatchNorm1d(16)
         self.register_buffer("mean", torch.zeros(16))
+        self.calls, self.generator = 0, torch.Generator()
 
     def forward(self, x: Tensor) -> Tensor:
         if self.how == "in place":
@@ -573,12 +574,25 @@ class Changing(nn.Module):
             x = x - self.mean
         if self.how == "random":
             x = x * random.random()
+        if self.how == "replaced":
+            self.mean = 0.9 * self.mean + x.detach().mean(0)
+            x = x - self.mean
+        if self.how == "counted":
+            self.calls += 1
+            x = x * (1 + 0.01 * self.calls)
+        if self.how == "own stream":
+            x = x * torch.rand(x.shape, generator=self.generator)
         if self.how in ("frozen", "twice"):
             x = self.norm(x)
         return self.norm(x) if self.how == "twice" else x
 
 
-@pytest.mark.parametrize("how", ["spectral norm", "frozen", "twice", "average", "random", "in place"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        "spectral norm", "frozen", "twice", "average", "random", "in place", "replaced", "counted", "own stream",
+    ],
+)  # fmt: skip
 def test_what_can_not_be_computed_again_is_not(how: str, memories: list[HybridMemory]) -> None:
     class Net(nn.Module):
         def __init__(self) -> None:
@@ -630,12 +644,12 @@ def test_a_budget_is_met_by_computing_again_where_the_link_is_slow(memories: lis
     x = torch.randn(64, 3, 16, 16)
     memory = _memory(memories, model, policy="auto", link=Link(1e4, 1e4))
     _planned(memory, lambda: model(x).sum())
-    memory.budget = int(0.6 * memory.totals.peak_bytes)
+    memory.budget_bytes = int(0.6 * memory.totals.peak_bytes)
     for _ in range(3):
         memory.totals.peak_bytes = 0
         _planned(memory, lambda: model(x).sum())
     assert memory.plan is not None and RECOMPUTE in memory.plan.decisions
-    assert memory.totals.num_recomputed > 0 and memory.totals.peak_bytes <= memory.budget
+    assert memory.totals.num_recomputed > 0 and memory.totals.peak_bytes <= memory.budget_bytes
 
 
 @pytest.mark.parametrize("edge", ["in after out", "wait for in", "wait before letting go"])
@@ -657,6 +671,8 @@ def test_the_poison_finds_every_edge_that_is_left_out(edge: str, monkeypatch: py
     if edge in ("wait before letting go", "in after out"):
         monkeypatch.setattr(saved.Saved, "has_left", lambda self: self._out is not None)
         monkeypatch.setattr(saved.Saved, "wait_out", lambda self: None)
+    if edge == "in after out":  # as where copying holds nothing
+        monkeypatch.setattr(saved.StorageWeakRef, "expired", lambda self: True)
     if edge == "wait before letting go":
         original = saved.Saved.let_go
 
@@ -713,6 +729,23 @@ def test_a_change_in_place_after_saving_raises_under_every_plan(
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.backward()
     del b, y
+
+
+def test_a_parameter_that_changes_before_the_backward_pass_raises_under_recompute(
+    memories: list[HybridMemory],
+) -> None:
+    model = Tails()
+    memory = _memory(memories, model, policy="recompute")
+    x = torch.randn(8, 64)
+    for _ in range(2):
+        _planned(memory, lambda: model(x).sum())
+    with memory.step():
+        y = model(x).sum()
+    with torch.no_grad():
+        model.blocks[1].linear.weight.mul_(2)  # type: ignore[union-attr]
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.backward()
+    del y
 
 
 def test_an_address_that_is_used_again_is_no_duplicate(memories: list[HybridMemory]) -> None:
@@ -965,14 +998,14 @@ def test_the_budget_is_obeyed_and_what_was_predicted_comes(memories: list[Hybrid
         memory = _memory(memories, model, policy="auto", link=Link(1e10, 1e10))
         _planned(memory, lambda: model(x).sum())
         whole = memory.totals.peak_bytes
-        memory.budget = int(share * whole)
+        memory.budget_bytes = int(share * whole)
         peaks = []
         for _ in range(4):
             memory.totals.peak_bytes = 0
             _planned(memory, lambda: model(x).sum())
             peaks.append(memory.totals.peak_bytes)
-        assert memory.plan is not None and memory.plan.outcome.peak_bytes <= memory.budget
-        assert min(peaks) <= memory.budget and max(peaks) <= 1.05 * memory.budget
+        assert memory.plan is not None and memory.plan.outcome.peak_bytes <= memory.budget_bytes
+        assert min(peaks) <= memory.budget_bytes and max(peaks) <= 1.05 * memory.budget_bytes
         report = memory.report()
         assert report.measured_peak_bytes == pytest.approx(report.predicted_peak_bytes, rel=0.05)
 
@@ -996,6 +1029,101 @@ def test_the_measured_peak_never_rises_when_the_budget_falls(memories: list[Hybr
         last = report.measured_peak_bytes
         memory.close()
         memories.remove(memory)
+
+
+class Heavy(nn.Module):
+    """A block that saves four tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(4):
+            x = torch.tanh(self.linear(x))
+        return x
+
+
+def test_peak_and_time_are_as_predicted_when_all_is_computed_again(memories: list[HybridMemory]) -> None:
+    model = nn.Sequential(*(nn.Sequential(Heavy()) for _ in range(5)))
+    x = torch.randn(2048, 64, requires_grad=True)
+    memory = _memory(memories, model, policy="recompute")
+    for _ in range(8):
+        _planned(memory, lambda: model(x * 1).sum())
+    report = memory.report()
+    assert report.num_recomputed > 0
+    assert report.measured_peak_bytes == pytest.approx(report.predicted_peak_bytes, rel=0.05)
+    assert report.measured_step_s == pytest.approx(report.predicted_step_s, rel=0.5)
+
+
+def test_the_first_step_keeps_within_the_budget_too(memories: list[HybridMemory]) -> None:
+    model = _deep(128)
+    x = torch.randn(256, 128)
+    block = 256 * 128 * 4
+    memory = _memory(memories, model, policy="auto", device_budget=5 * block, adapter=Slow("out", 5e-3))
+    for _ in range(3):
+        _planned(memory, lambda: model(x).sum())
+        assert memory.totals.peak_bytes <= 6 * block  # the last block was made before one could go
+
+
+def test_what_others_hold_is_not_brought_back_beside_itself(memories: list[HybridMemory]) -> None:
+    model = _deep(64)
+    memory = _memory(memories, model)
+    x = torch.randn(64, 64)
+    copies = []
+    memory.adapter.copy_in = lambda *args: copies.append(args)  # type: ignore[method-assign,assignment,func-returns-value]
+    for _ in range(3):
+        with memory.step():
+            outputs = [x]
+            for layer in model:
+                outputs.append(layer(outputs[-1]))
+        time.sleep(0.05)
+        outputs[-1].sum().backward()
+        outputs.clear()
+    assert memory.totals.moved_bytes > 0 and copies == []
+
+
+def test_a_backward_pass_after_the_end_says_so(memories: list[HybridMemory]) -> None:
+    model = _deep(64)
+    memory = _memory(memories, model)
+    x = torch.randn(64, 64)
+    with memory.step():
+        y = model(x).sum()
+    time.sleep(0.1)
+    memory._step._reap()  # type: ignore[union-attr]
+    memories.remove(memory)
+    memory.adapter.close()
+    with pytest.raises(RuntimeError, match="must be open until the last backward pass"):
+        y.backward()
+    del y
+    memory.settle()
+
+
+def test_a_model_can_be_saved_and_have_another_memory(tmp_path: Path, memories: list[HybridMemory]) -> None:
+    model = Tails()
+    _memory(memories, model, policy="recompute")
+    torch.save(model, tmp_path / "m.pt")
+    again = torch.load(tmp_path / "m.pt", weights_only=False)
+    x = torch.randn(4, 64)
+    assert torch.equal(again(x), model(x))
+    twin = copy.deepcopy(model)
+    for net in (model, twin):  # the first one was never closed
+        memory = _memory(memories, net, policy="recompute")
+        for _ in range(3):
+            _planned(memory, lambda net=net: net(x).sum())  # type: ignore[misc]
+        assert memory.totals.num_recomputed == 2 * 4
+
+
+def test_the_bytes_that_a_step_saves_stay_in_the_report(memories: list[HybridMemory]) -> None:
+    model = _deep(64)
+    memory = _memory(memories, model, policy="auto", device_budget=64 * MIB)
+    x = torch.randn(32, 64)
+    per_step = []
+    for step in range(1, 30):
+        _planned(memory, lambda: model(x).sum())
+        if step in (3, 29):
+            per_step.append(memory.totals.saved_bytes / step)
+    assert per_step[1] == pytest.approx(per_step[0], rel=0.05)
 
 
 class Slow(CpuAdapter):
@@ -1032,7 +1160,7 @@ def test_exactly_what_is_planned_moves_whatever_the_sizes(memories: list[HybridM
     memory = _memory(memories, moved, policy="auto", link=Link(1e9, 1e9), adapter=PoisonAdapter(5))
     memory.is_adapting = False
     _planned(memory, lambda: moved(make()).sum())
-    memory.budget = memory.totals.peak_bytes // 2
+    memory.budget_bytes = memory.totals.peak_bytes // 2
     for _ in range(4):
         before = memory.totals.moved_bytes
         _planned(memory, lambda: moved(make()).sum())
@@ -1151,7 +1279,7 @@ def test_plans_follow_the_rate_that_copies_have(memories: list[HybridMemory]) ->
     adapter = CpuAdapter(EmulatedLink.alone(2e7, 2e7))
     memory = _memory(memories, model, policy="auto", link=Link(1e12, 1e12), adapter=adapter)
     _planned(memory, lambda: model(x).sum())
-    memory.budget = int(0.6 * memory.totals.peak_bytes)
+    memory.budget_bytes = int(0.6 * memory.totals.peak_bytes)
     for _ in range(5):
         _planned(memory, lambda: model(x).sum())
     assert memory.plan is not None and memory.report().num_adapted >= 1
@@ -1189,7 +1317,7 @@ def test_a_budget_that_nothing_fits_says_by_how_much(memories: list[HybridMemory
         Infeasible, match=r"memory.device_budget must be at least \d+ bytes .*, got 1000: \d+ too few"
     ):
         _planned(memory, lambda: model(x).sum())
-    memory.budget = 10**6
+    memory.budget_bytes = 10**6
     _planned(memory, lambda: model(x[:4]).sum())  # another batch is not refused for it
     _planned(memory, lambda: model(x[:4]).sum())
 
@@ -1224,6 +1352,10 @@ def test_what_a_variable_holds_is_reported_as_not_freed(memories: list[HybridMem
     [
         ({"policy": "swap"}, "memory.policy must be one of auto, keep, offload, recompute, got 'swap'"),
         ({"tier": "mmap:/nowhere"}, "memory.tier must be a folder"),
+        ({"tier": "floppy"}, "memory.tier must be auto, ram, pinned or mmap:FOLDER, got 'floppy'"),
+        ({"tier": "pinned"}, "memory.tier must be ram or mmap:FOLDER for a model on cpu, got 'pinned'"),
+        ({"host_budget": -5}, "memory.host_budget must be a number of bytes from 0, got -5"),
+        ({"host_budget": 64e6}, "memory.host_budget must be a number of bytes"),
         (
             {"device_budget": 500, "reserved_bytes": 1000},
             "must be above the 1000 bytes .* got 500: 501 too few",
@@ -1232,7 +1364,7 @@ def test_what_a_variable_holds_is_reported_as_not_freed(memories: list[HybridMem
 )
 def test_bad_input_is_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        HybridMemory(_deep(), host_budget=MIB, **change)
+        HybridMemory(_deep(), **({"host_budget": MIB} | change))
 
 
 def test_a_compiled_model_is_refused() -> None:

@@ -5,6 +5,7 @@ import json
 import os
 import re
 import signal
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,8 @@ def test_devices_below_one_port_share_it_through_any_switches() -> None:
         "/sys/devices/pci0000:80/0000:80:01.0/0000:81:00.0",
     ]
     assert groups_behind_bridges(paths) == [[0, 1], [2], [3]]
+    unknown = ["/sys/bus/pci/devices/0000:17:00.0", "/sys/bus/pci/devices/0000:65:00.0"]
+    assert groups_behind_bridges(unknown) == [[0], [1]]
 
 
 # --- several devices on one link -----------------------------------------------------------------------------
@@ -197,7 +200,7 @@ def _take_many_turns(comm: Any, fd: int) -> list[float]:
     comm.barrier()
     at = []
     for _ in range(12 if comm.rank == 2 else 60):
-        state.take_turn("in", is_urgent=comm.rank != 2)
+        state.take_turn("in", lambda: comm.rank != 2)
         at.append(time.monotonic())
         time.sleep(0.002)
         state.end_turn("in")
@@ -213,6 +216,63 @@ def test_who_is_waited_for_overtakes_and_yet_nobody_starves() -> None:
     between = [sum(a < at < b for at in urgent) for a, b in itertools.pairwise(patient)]
     # Four overtake it, beside the two that may have come before it.
     assert max(between) <= 6 and sum(between) / len(between) >= 3
+
+
+def _turns_both_ways(comm: Any, fd: int) -> int:
+    """Turns of two threads, one for each direction."""
+    state = LinkState(os.dup(fd), comm.rank)
+    done: list[str] = []
+
+    def work(direction: str) -> None:
+        for _ in range(150):
+            state.take_turn(direction)
+            state.end_turn(direction)
+            done.append(direction)
+
+    threads = [threading.Thread(target=work, args=(way,)) for way in ("out", "in")]
+    comm.barrier()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    comm.barrier()
+    state.close()
+    return len(done)
+
+
+def test_both_directions_at_once_are_no_deadlock_to_the_kernel() -> None:
+    fd = make_state()
+    assert run_workers(_turns_both_ways, 4, fd) == [300] * 4
+    os.close(fd)
+
+
+def _die_and_come_back(comm: Any, path: Path, is_first: bool) -> float:
+    state = LinkState(open_state(path), 0)
+    began_at = time.monotonic()
+    state.take_turn("out")
+    if is_first:
+        os.kill(os.getpid(), signal.SIGKILL)
+    state.end_turn("out")
+    state.close()
+    return time.monotonic() - began_at
+
+
+def test_a_worker_that_is_started_again_does_not_wait_for_itself(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError):
+        run_workers(_die_and_come_back, 1, tmp_path / "l", True)
+    (waited_s,) = run_workers(_die_and_come_back, 1, tmp_path / "l", False)
+    assert waited_s < 1.0
+
+
+def test_copies_far_between_take_their_time_too() -> None:
+    link = EmulatedLink.alone(50 * MB, 50 * MB)
+    adapter = CpuAdapter(link)
+    source, target = torch.zeros(500_000, dtype=torch.uint8), torch.empty(500_000, dtype=torch.uint8)
+    for _ in range(12):
+        adapter.copy_out(source, target).wait()
+        time.sleep(0.01)
+    assert adapter.rates()["out"] == pytest.approx(50 * MB, rel=0.2)
+    adapter.close()
 
 
 # --- in a cluster file, and in runs --------------------------------------------------------------------------

@@ -97,7 +97,7 @@ def show(run: str, rank: int, is_json: bool) -> None:
     for name in ("saved", "moved", "freed", "refused"):
         click.echo(f"{name + ' a step':<24}{format_bytes(report[f'{name}_bytes'] / steps):>14}")
     for name, size in report["held"].items():
-        click.echo(f"{'not freed, still held':<24}{format_bytes(size):>14}  {name}")
+        click.echo(f"{'not freed, still held':<24}{format_bytes(size / steps):>14}  {name}")
     if report["unmanaged_bytes"]:
         click.echo(
             f"{'seen by no hook':<24}{format_bytes(report['unmanaged_bytes']):>14}  closures, variables"
@@ -138,11 +138,13 @@ def simulate(run: str, rank: int, budget: str | None, rate: str | None, devices:
     from labkit.lab.activations import read_memory, what_if
     from labkit.memory import Uplink
 
-    recorded = read_memory(run, rank).recorded
+    found = read_memory(run, rank)
+    recorded, share = found.recorded, found.num_sharing
     if budget is not None:
         recorded = replace(recorded, budget_bytes=read_size("--budget", budget) - recorded.reserved_bytes)
     link = recorded.link
-    uplink = Uplink.ideal(link.out_bytes_per_s, link.in_bytes_per_s)
+    # The run's own rates were its share of the link.
+    uplink = Uplink((share * link.out_bytes_per_s,), (share * link.in_bytes_per_s,), latency_s=link.latency_s)
     if rate is not None:
         uplink = Uplink.ideal(float(read_size("--rate", rate)))
     predicted = what_if(recorded, uplink, devices)

@@ -113,7 +113,9 @@ class BatchSearch:
 
     def _memory(self, model: nn.Module, is_hybrid: bool) -> HybridMemory | None:
         if is_hybrid:
-            return build_memory(self._config, model, self._placement, self._device, self._folder)
+            found = build_memory(self._config, model, self._placement, self._device, self._folder)
+            if found is not None:
+                return found
         if self._config.memory.device_budget is None:
             return None  # a CUDA device says itself when it is full
         # Everything stays: the plan is there to be refused by the budget.

@@ -35,6 +35,7 @@ def build_memory(
         device_budget=memory.device_budget,
         reserved_bytes=reserved_bytes(config, model),
         host_budget=host_budget or 0,
+        num_sharing=placement.local_world_size,
         tier=memory.tier,
         policy=memory.policy,
         window_bytes=memory.window,

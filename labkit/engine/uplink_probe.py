@@ -123,6 +123,7 @@ class _Copier:
         size_bytes = max(_LEAST_BYTES, self._size_bytes // (num_devices * len(ways)))
         under_way = {way: [self._copy(way, size_bytes, part) for part in (0, 1)] for way in ways}
         done = dict.fromkeys(("out", "in"), 0)
+        part = dict.fromkeys(("out", "in"), 0)
         counted_from = time.perf_counter() + _WARM_UP_S
         first_at: dict[str, float] = {}
         last_at: dict[str, float] = {}
@@ -136,7 +137,8 @@ class _Copier:
                     first_at.setdefault(way, now)
                     last_at[way] = now
                 copies.pop(0)
-                copies.append(self._copy(way, size_bytes, len(copies) % 2))
+                copies.append(self._copy(way, size_bytes, part[way]))
+                part[way] = 1 - part[way]
             time.sleep(1e-4)
         for copies in under_way.values():
             for copy in copies:

@@ -101,6 +101,8 @@ def _detected(placement: Placement, everybody: tuple[int, ...]) -> tuple[int, ..
         if address is None:
             return (placement.local_rank,)
         paths.append(str((_SYSFS / address).resolve()))
+        if not Path(paths[-1]).exists():  # a container without the tree
+            return (placement.local_rank,)
     for group in groups_behind_bridges(paths):
         if placement.local_rank in group:
             return tuple(group)

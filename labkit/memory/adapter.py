@@ -135,6 +135,7 @@ class _ThreadAdapter:
         self._threads = []
         self._rates = _Rates()
         self._recent: deque[tuple[str, int, Mark, Mark]] = deque(maxlen=_NUM_RECENT)
+        self._is_closed = False
         self._chunk_bytes = _CHUNK_BYTES if ways_in_turns else 2**62
         if isinstance(pace, EmulatedLink):
             self._chunk_bytes = _EMULATED_CHUNK_BYTES
@@ -153,6 +154,11 @@ class _ThreadAdapter:
         return self._ask("in", source, target, after)
 
     def _ask(self, direction: str, source: Tensor, target: Tensor, after: Copy | None) -> Copy:
+        if self._is_closed:
+            raise RuntimeError(
+                "hybrid memory must be open until the last backward pass, got a copy after close(). Close it "
+                "later."
+            )
         future: Future[None] = Future()
         copy = _ThreadCopy(future, self.mark)
         self._queues[direction].put((copy, source, target, after, self._ready()))
@@ -180,6 +186,8 @@ class _ThreadAdapter:
             del copy
 
     def _copy_in_chunks(self, copy: _ThreadCopy, source: Tensor, target: Tensor, direction: str) -> None:
+        if isinstance(self._pace, EmulatedLink):
+            time.sleep(self._pace.uplink.latency_s)
         for begin in range(0, source.numel(), self._chunk_bytes):
             end = min(begin + self._chunk_bytes, source.numel())
             with self._turn(direction, copy):
@@ -194,7 +202,7 @@ class _ThreadAdapter:
         if self._state is None or direction not in self._ways:
             yield
             return
-        self._state.take_turn(direction, is_urgent=copy.is_urgent)
+        self._state.take_turn(direction, lambda: copy.is_urgent)
         try:
             yield
         finally:
@@ -228,12 +236,14 @@ class _ThreadAdapter:
         return list(self._recent)
 
     def close(self) -> None:
+        self._is_closed = True
         for jobs in self._queues.values():
             jobs.put(None)
         for thread in self._threads:
             thread.join()
-        if self._state is not None:
-            self._state.close()
+        emulated = self._pace.state if isinstance(self._pace, EmulatedLink) else None
+        for state in {id(state): state for state in (self._state, emulated) if state is not None}.values():
+            state.close()
 
 
 class CpuAdapter(_ThreadAdapter):
@@ -341,7 +351,7 @@ class CudaAdapter:
         """Make the streams."""
         self.device = device
         self._streams = {"out": torch.cuda.Stream(device), "in": torch.cuda.Stream(device)}
-        self._timed: deque[tuple[str, int, Mark, Mark]] = deque()
+        self._timed: deque[tuple[str, int, Mark, Mark]] = deque(maxlen=_NUM_RECENT)
         self._recent: deque[tuple[str, int, Mark, Mark]] = deque(maxlen=_NUM_RECENT)
         self._rates = _Rates()
 

@@ -23,12 +23,14 @@ class NoRoom(ConfigError):
 class HostArena:
     """One region; what does not fit is refused, never anything worse."""
 
-    def __init__(self, size_bytes: int, tier: str = "ram") -> None:
+    def __init__(self, size_bytes: int, tier: str = "ram", num_sharing: int = 1) -> None:
         """Reserve the region and touch its pages.
 
         Args:
             size_bytes: Of it; 0: everything is refused.
             tier: `ram`, `pinned` (page-locked for a CUDA device) or `mmap:FOLDER` (a file that has no name).
+
+            num_sharing: Processes of this machine that reserve as much.
 
         Raises:
             NoRoom: there is too little.
@@ -38,20 +40,26 @@ class HostArena:
         self._map: mmap.mmap | None = None
         self._lock = threading.Lock()
         self._free: list[tuple[int, int]] = [(0, self.size_bytes)] if self.size_bytes else []
-        self.used_bytes = self.peak_bytes = 0
+        self.used_bytes = 0
         self._is_registered = False
+        self._num_sharing = num_sharing
         self._region = self._make(tier) if self.size_bytes else torch.empty(0, dtype=torch.uint8)
 
     def _make(self, tier: str) -> Tensor:
         if tier.startswith("mmap:"):
             fd = _file(Path(tier.removeprefix("mmap:")), self.size_bytes)
-            self._map = mmap.mmap(fd, self.size_bytes)
+            # Its pages are there before they are used, where that does not push out others.
+            is_small = self.size_bytes * self._num_sharing < psutil.virtual_memory().available // 2
+            populate = getattr(mmap, "MAP_POPULATE", 0) if is_small else 0
+            self._map = mmap.mmap(fd, self.size_bytes, flags=mmap.MAP_SHARED | populate)
             os.close(fd)
             return torch.frombuffer(self._map, dtype=torch.uint8)
-        if self.size_bytes > psutil.virtual_memory().available:
+        free_bytes = psutil.virtual_memory().available
+        if self.size_bytes * self._num_sharing > free_bytes:
             raise NoRoom(
-                f"memory.host_budget must be at most the {psutil.virtual_memory().available} bytes that are "
-                f"free, got {self.size_bytes}. Lower it, or name a folder: memory.tier=mmap:FOLDER."
+                f"memory.host_budget must be at most {free_bytes // self._num_sharing} bytes, which are free "
+                f"for each of {self._num_sharing}, got {self.size_bytes}. Lower it, or name a folder: "
+                "memory.tier=mmap:FOLDER."
             )
         # Touched: the first touch of a page costs more than a copy.
         region = torch.zeros(self.size_bytes, dtype=torch.uint8)
@@ -78,7 +86,6 @@ class HostArena:
                 else:
                     self._free[place] = (start + wanted, length - wanted)
                 self.used_bytes += wanted
-                self.peak_bytes = max(self.peak_bytes, self.used_bytes)
                 return self._region[start : start + size_bytes]
         return None
 
@@ -104,6 +111,7 @@ class HostArena:
             torch.cuda.cudart().cudaHostUnregister(self._region.data_ptr())
             self._is_registered = False
         self._region = torch.empty(0, dtype=torch.uint8)
+        self._map = None
         self._free = []
 
 

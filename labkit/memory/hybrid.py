@@ -14,7 +14,7 @@ hooks, whatever the plan.
 import contextlib
 import threading
 import time
-import types
+import weakref
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -31,7 +31,7 @@ from labkit.memory.profile import Decision, Link, Profile
 from labkit.memory.record import Record
 from labkit.memory.recorded import Recorded
 from labkit.memory.saved import Remains, unpack
-from labkit.memory.segments import OWNERS, find_segments, segment_forward
+from labkit.memory.segments import OWNERS, SegmentForward, find_segments
 from labkit.memory.step import Known, Step
 
 _WINDOW_SHARE = 8  # of what is saved, where no budget bounds what is under way
@@ -63,7 +63,7 @@ class Report:
         stalls: Seconds that computing waited for each block, by shape and segment.
         unmanaged_bytes: That the forward pass made, that no hook saw, and that are there when the backward
             pass begins: kept by selective checkpointing, by closures or by variables.
-        predicted_step_s: Of the last step that went by a plan: compute until its last block is needed.
+        predicted_step_s: Of the last step that went by a plan, until a hook saw a block for the last time.
         measured_step_s: Of the same step.
         predicted_peak_bytes: Of the same step.
         measured_peak_bytes: Of the same step.
@@ -102,6 +102,7 @@ class HybridMemory:
         device_budget: int | None = None,
         reserved_bytes: int = 0,
         host_budget: int = 0,
+        num_sharing: int = 1,
         tier: str = "auto",
         policy: str = "auto",
         segments: Sequence[nn.Module] | None = None,
@@ -118,6 +119,7 @@ class HybridMemory:
             device_budget: Most bytes on the device; None: no limit.
             reserved_bytes: Of them, for parameters, gradients, optimizer state and what else is not saved.
             host_budget: Bytes of host memory; 0: nothing is offloaded.
+            num_sharing: Processes that take as much of this machine's memory.
             tier: `pinned`, `ram` or `mmap:FOLDER`; auto: pinned on CUDA, else ram. One that has no room is
                 not used, and the report says so.
             policy: auto (as the budget needs), keep, offload or recompute (everything that can be).
@@ -147,18 +149,19 @@ class HybridMemory:
                 "tensors past its hooks. Leave out torch.compile, or set memory.policy=keep without a budget."
             )
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        _check_host(host_budget, tier, device)
         if tier == "auto":
             tier = "pinned" if device.type == "cuda" else "ram"
         self.totals = Report()
         try:
-            self.arena = HostArena(host_budget, tier)
+            self.arena = HostArena(host_budget, tier, num_sharing)
         except NoRoom as error:  # training goes on with what the device holds
             self.arena = HostArena(0)
             self.totals.remark = f"nothing is offloaded: {error}"
         self.adapter = adapter or (CudaAdapter(device) if device.type == "cuda" else CpuAdapter())
         self.policy, self.min_bytes = policy, min_bytes
-        self.budget = None if device_budget is None else device_budget - reserved_bytes
-        self.window = window_bytes if window_bytes is not None or self.budget is not None else 0
+        self.budget_bytes = None if device_budget is None else device_budget - reserved_bytes
+        self.window_bytes = window_bytes if window_bytes is not None or self.budget_bytes is not None else 0
         self._model, self._asked_window = model, window_bytes
         self._reserved_bytes = reserved_bytes
         self._link, self._gradient_bytes = link, gradient_bytes
@@ -185,10 +188,15 @@ class HybridMemory:
         self.is_recomputing = False
         self._segments = list(find_segments(model) if segments is None else segments)
         if policy in ("auto", "recompute"):
-            self._segments = [module for module in self._segments if "forward" not in module.__dict__]
+            # One that has a forward of its own beside its class's is left alone.
+            self._segments = [
+                module
+                for module in self._segments
+                if isinstance(module.__dict__.get("forward"), (SegmentForward, type(None)))
+            ]
             for module in self._segments:
-                OWNERS[module] = self
-                module.forward = types.MethodType(segment_forward, module)
+                OWNERS[module] = weakref.ref(self)
+                module.forward = SegmentForward(module)
 
     @property
     def plan(self) -> Plan | None:
@@ -219,7 +227,16 @@ class HybridMemory:
         profile = self.profile
         if profile is None or self._plan is None:
             return None
-        return Recorded.of(profile, self._plan, self.budget, self._reserved_bytes)
+        return Recorded(
+            profile,
+            self._plan.decisions,
+            self._plan.link,
+            self.budget_bytes,
+            self._plan.window_bytes,
+            self._reserved_bytes,
+            self.arena.size_bytes,
+            tuple(self._allowed()),
+        )
 
     def trace(self) -> tuple[list[tuple[float, int]], list[tuple[str, int, float, float]]]:
         """When bytes came and went in the last step that went by a plan, if `is_tracing` was set.
@@ -245,6 +262,12 @@ class HybridMemory:
                 if begin is not None and end is not None and 0 <= begin <= length
             ],
         )
+
+    def __enter__(self) -> "HybridMemory":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
@@ -296,13 +319,13 @@ class HybridMemory:
         seconds = self.adapter.between(step.began, step.ended)
         if seconds is not None:
             outcome = step.known.plan.outcome
-            self.totals.predicted_step_s, self.totals.measured_step_s = outcome.step_s, seconds
+            self.totals.predicted_step_s, self.totals.measured_step_s = outcome.seen_until_s, seconds
             self.totals.predicted_peak_bytes = outcome.peak_bytes
             self.totals.measured_peak_bytes = self._step_peak_bytes
             self._traced = step if step.trace else None
 
     def _take_record(self, record: Record) -> None:
-        profile = record.profile()
+        profile = record.profile(self._gradient_bytes)
         self.totals.unmanaged_bytes = record.unmanaged_bytes
         if profile is None:  # its backward pass has not run: nothing is known
             return
@@ -317,21 +340,24 @@ class HybridMemory:
 
     def _make_plan(self, profile: Profile, link: Link) -> Plan:
         window = self._asked_window
-        if window is None and self.budget is None:
+        if window is None and self.budget_bytes is None:
             window = max(1, profile.saved_bytes // _WINDOW_SHARE)
-        wanted = {"offload": [Decision.OFFLOAD], "recompute": [Decision.RECOMPUTE]}
-        allowed = wanted.get(self.policy, list(Decision))
-        if not self.arena.size_bytes:
-            allowed = [what for what in allowed if what is not Decision.OFFLOAD] or [Decision.KEEP]
         return make_plan(
-            profile.with_gradients(self._gradient_bytes),
+            profile,
             link,
-            budget_bytes=self.budget,
+            budget_bytes=self.budget_bytes,
             host_bytes=self.arena.size_bytes,
             window_bytes=window,
-            allowed=allowed,
+            allowed=self._allowed(),
             reserved_bytes=self._reserved_bytes,
         )
+
+    def _allowed(self) -> list[Decision]:
+        wanted = {"offload": [Decision.OFFLOAD], "recompute": [Decision.RECOMPUTE]}
+        allowed = wanted.get(self.policy, list(Decision))
+        if self.arena.size_bytes:
+            return allowed
+        return [what for what in allowed if what is not Decision.OFFLOAD] or [Decision.KEEP]
 
     def _remember(self, first_bytes: int, known: Known) -> None:
         self._known[first_bytes] = known
@@ -408,7 +434,8 @@ class HybridMemory:
         """End the copying threads and let go of host memory; graphs of earlier steps must be gone."""
         self._step = None
         for module in self._segments:
-            if OWNERS.get(module) is self:
+            owner = OWNERS.get(module)
+            if owner is not None and owner() is self:
                 del OWNERS[module]
                 module.__dict__.pop("forward", None)
         self.settle()
@@ -479,6 +506,15 @@ class HybridMemory:
     def not_computing_s(self) -> float:
         """Seconds so far that the host waited for copies, planned, or looked around."""
         return self.stalled_s() + self.thinking_s
+
+
+def _check_host(host_budget: int, tier: str, device: torch.device) -> None:
+    if not isinstance(host_budget, int) or host_budget < 0:
+        raise ConfigError(f"memory.host_budget must be a number of bytes from 0, got {host_budget!r}.")
+    if tier not in ("auto", "ram", "pinned") and not tier.startswith("mmap:"):
+        raise ConfigError(f"memory.tier must be auto, ram, pinned or mmap:FOLDER, got {tier!r}.")
+    if tier == "pinned" and device.type != "cuda":
+        raise ConfigError(f"memory.tier must be ram or mmap:FOLDER for a model on {device}, got 'pinned'.")
 
 
 def _ratio(one: float, other: float) -> float:

@@ -144,8 +144,12 @@ class Record:
         """A segment was computed."""
         self._segments.append(watch)
 
-    def profile(self) -> Profile | None:
-        """All of it; None when no backward pass has asked for anything."""
+    def profile(self, gradient_bytes: int) -> Profile | None:
+        """All of it; None when no backward pass has asked for anything.
+
+        Args:
+            gradient_bytes: That go over the same link during the backward pass.
+        """
         if not self._needed_s:
             return None
         is_repeatable = [watch.is_still_repeatable() for watch in self._segments]
@@ -162,4 +166,4 @@ class Record:
         seconds = tuple(watch.seconds for watch in self._segments)
         boundary_bytes = tuple(watch.boundary_bytes for watch in self._segments)
         forward_s = min(self._needed_s.values())
-        return Profile(tuple(blocks), forward_s, self._last_s, seconds, boundary_bytes)
+        return Profile(tuple(blocks), forward_s, self._last_s, seconds, boundary_bytes, gradient_bytes)

@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from labkit.memory.planner import Plan
 from labkit.memory.profile import Block, Decision, Link, Profile
 from labkit.memory.simulate import Outcome, simulate
 
@@ -20,6 +19,8 @@ class Recorded:
         budget_bytes: Of blocks; None: no limit.
         window_bytes: Of copies under way; None: as the budget leaves room.
         reserved_bytes: On the device beside the blocks.
+        host_bytes: Most bytes that may be offloaded.
+        allowed: Decisions that may be made.
     """
 
     profile: Profile
@@ -28,11 +29,8 @@ class Recorded:
     budget_bytes: int | None
     window_bytes: int | None
     reserved_bytes: int
-
-    @classmethod
-    def of(cls, profile: Profile, plan: Plan, budget_bytes: int | None, reserved_bytes: int) -> "Recorded":
-        """Of a plan that was made."""
-        return cls(profile, plan.decisions, plan.link, budget_bytes, plan.window_bytes, reserved_bytes)
+    host_bytes: int | None = None
+    allowed: tuple[Decision, ...] = tuple(Decision)
 
     def predicted(self) -> Outcome:
         """The plan, simulated."""
@@ -71,6 +69,8 @@ class Recorded:
             "budget_bytes": self.budget_bytes,
             "window_bytes": self.window_bytes,
             "reserved_bytes": self.reserved_bytes,
+            "host_bytes": self.host_bytes,
+            "allowed": [str(what) for what in self.allowed],
         }
 
     @classmethod
@@ -92,4 +92,6 @@ class Recorded:
             values["budget_bytes"],
             values["window_bytes"],
             values["reserved_bytes"],
+            values["host_bytes"],
+            tuple(Decision(what) for what in values["allowed"]),
         )

@@ -51,7 +51,7 @@ class Kept:
         Raises:
             RuntimeError: it was changed in place since.
         """
-        _check_version(self._tensor, self._version)
+        check_version(self._tensor, self._version)
         return self._tensor
 
 
@@ -72,7 +72,7 @@ class Handle:
         Raises:
             RuntimeError: it was changed in place since.
         """
-        _check_version(self._witness, self._version)
+        check_version(self._witness, self._version)
         return self._saved.view(self._dtype, *self._place)
 
 
@@ -81,7 +81,12 @@ def unpack(held: Kept | Handle) -> Tensor:
     return held.get()
 
 
-def _check_version(tensor: Tensor, version: int) -> None:
+def check_version(tensor: Tensor, version: int) -> None:
+    """Refuse a tensor that was changed in place.
+
+    Raises:
+        RuntimeError: it is at another version; the words are autograd's own.
+    """
     if tensor._version != version:
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an inplace operation: "
@@ -138,7 +143,7 @@ class Saved:
         self._host: Tensor | None = None
         self._out: Copy | None = None
         self._in: Copy | None = None
-        self._may_go = False
+        self._may_go = self._is_in = False
         self.is_waited_for = False
         step.memory.count(self.size_bytes)
         self._is_counted = True
@@ -200,7 +205,7 @@ class Saved:
         return self._bytes is not None
 
     def is_leaving(self) -> bool:
-        """It is still there, and on its way out."""
+        """It is still there, and on its way out, or out and held by others."""
         return self._bytes is not None and self._out is not None and self._in is None
 
     def is_away(self) -> bool:
@@ -211,6 +216,12 @@ class Saved:
         """Begin to bring it back."""
         memory = self._step.memory
         assert self._host is not None
+        if not self._identity.expired():  # it went for us, and others hold it: there it is
+            storage = torch.UntypedStorage._new_with_weak_ptr(self.storage)
+            if storage is not None and storage.nbytes() >= self.span[1]:
+                whole = torch.empty(0, dtype=torch.uint8, device=memory.adapter.device)
+                self._bytes = whole.set_(storage, self.span[0], (self.size_bytes,), (1,))
+                return
         target = torch.empty(self.size_bytes, dtype=torch.uint8, device=memory.adapter.device)
         self._in = memory.adapter.copy_in(self._host, target, self._out)
         # The target's storage begins where the span did.
@@ -227,9 +238,10 @@ class Saved:
             self._step.needed(self)
             if self._bytes is None:
                 self.come_back()
-            if self._in is not None:
+            if self._in is not None and not self._is_in:
+                # The copy is kept: on CUDA it may still be under way when the block goes.
                 memory.stalled(self._step, self.name, self._in.wait())
-                self._in = None
+                self._is_in = True
             assert self._bytes is not None
             whole = torch.empty(0, dtype=dtype, device=self._bytes.device)
             offset = first + int(self._bytes.storage_offset()) // dtype.itemsize

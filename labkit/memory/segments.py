@@ -13,14 +13,14 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from labkit.memory.saved import witness_of
+from labkit.memory.saved import check_version, witness_of
 
 if TYPE_CHECKING:
     from labkit.memory.hybrid import HybridMemory
     from labkit.memory.step import Step
 
-OWNERS: "weakref.WeakKeyDictionary[nn.Module, HybridMemory]" = weakref.WeakKeyDictionary()
-"""Who decides about a module."""
+OWNERS: "weakref.WeakKeyDictionary[nn.Module, weakref.ref[HybridMemory]]" = weakref.WeakKeyDictionary()
+"""Who decides about a module: the latest memory made for it."""
 
 
 def find_segments(model: nn.Module) -> list[nn.Module]:
@@ -45,16 +45,25 @@ def find_segments(model: nn.Module) -> list[nn.Module]:
     return found
 
 
-def segment_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+class SegmentForward:
     """A segment's forward pass: noted while a step is recorded, computed again where the plan says so.
 
-    Bound to its module, so that a copy of the model computes with the copy's parameters.
+    It holds its module, so that a copy of the model, or one from a file, computes with its own parameters.
     """
-    memory = OWNERS.get(self)
-    step = memory.active if memory is not None and not memory.is_recomputing else None
-    if step is None or step.segment >= 0 or not torch.is_grad_enabled():
-        return type(self).forward(self, *args, **kwargs)
-    return step.run_segment(self, args, kwargs)
+
+    def __init__(self, module: nn.Module) -> None:
+        """Stand in place of the module's own."""
+        self._module = module
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute."""
+        module = self._module
+        owner = OWNERS.get(module)
+        memory = owner() if owner is not None else None
+        step = memory.active if memory is not None and not memory.is_recomputing else None
+        if step is None or step.segment >= 0 or not torch.is_grad_enabled():
+            return type(module).forward(module, *args, **kwargs)
+        return step.run_segment(module, args, kwargs)
 
 
 def run_to_repeat(
@@ -69,14 +78,28 @@ def run_to_repeat(
     def run(*values: Any) -> Any:
         return type(module).forward(module, *values[:count], **dict(zip(names, values[count:], strict=True)))
 
-    contexts = lambda: (contextlib.nullcontext(), _again(memory, module))  # noqa: E731
+    states = [(tensor, tensor._version) for tensor in _states_of(module)]
+    contexts = lambda: (contextlib.nullcontext(), _again(memory, module, states))  # noqa: E731
     return checkpoint(run, *args, *kwargs.values(), use_reentrant=False, context_fn=contexts)
 
 
+def _states_of(module: nn.Module) -> Iterator[Tensor]:
+    """Parameters, and buffers but for batch statistics, which are counted in every forward pass."""
+    yield from module.parameters()
+    statistics = {id(buffer) for norm in _norms_of(module) for buffer in norm.buffers()}
+    yield from (buffer for buffer in module.buffers() if id(buffer) not in statistics)
+
+
+def _norms_of(module: nn.Module) -> list[Any]:
+    return [m for m in module.modules() if isinstance(m, nn.modules.batchnorm._NormBase)]
+
+
 @contextlib.contextmanager
-def _again(memory: "HybridMemory", module: nn.Module) -> Iterator[None]:
-    """Compute again without counting batch statistics twice."""
-    norms = [m for m in module.modules() if isinstance(m, nn.modules.batchnorm._NormBase)]
+def _again(memory: "HybridMemory", module: nn.Module, states: Sequence[tuple[Tensor, int]]) -> Iterator[None]:
+    """Compute again with what was there before, and without counting batch statistics twice."""
+    for tensor, version in states:
+        check_version(tensor, version)
+    norms = _norms_of(module)
     momenta = [norm.momentum for norm in norms]
     counts = [None if n.num_batches_tracked is None else n.num_batches_tracked.clone() for n in norms]
     for norm in norms:
@@ -90,6 +113,15 @@ def _again(memory: "HybridMemory", module: nn.Module) -> Iterator[None]:
             norm.momentum = momentum
             if count is not None and norm.num_batches_tracked is not None:
                 norm.num_batches_tracked.copy_(count)
+
+
+def _value_of(value: Any) -> Any:
+    """What tells an attribute from what it was."""
+    if isinstance(value, torch.Generator):
+        return value.get_state().tolist()
+    if isinstance(value, Tensor):
+        return id(value), value._version
+    return value if isinstance(value, (int, float, str, bool, tuple, type(None))) else id(value)
 
 
 class Watch:
@@ -118,16 +150,16 @@ class Watch:
         self.seconds = 0.0
 
     def _state(self) -> list[Any]:
-        """Versions of buffers, but for batch statistics, and random streams that are not torch's."""
-        norms = {
-            id(buffer)
-            for norm in self._module.modules()
-            if isinstance(norm, nn.modules.batchnorm._NormBase)
-            for buffer in norm.buffers()
-        }
-        versions = [buffer._version for buffer in self._module.buffers() if id(buffer) not in norms]
+        """All that the module holds, but for batch statistics, and random streams that are not torch's."""
+        tensors = [(id(tensor), tensor._version) for tensor in _states_of(self._module)]
+        norms = {id(norm) for norm in _norms_of(self._module)}
+        attributes = [
+            {name: _value_of(value) for name, value in vars(part).items() if not name.startswith("_")}
+            for part in self._module.modules()
+            if id(part) not in norms
+        ]
         numpy_state = np.random.get_state(legacy=False)
-        return [versions, random.getstate(), str(numpy_state)]
+        return [tensors, attributes, random.getstate(), str(numpy_state)]
 
     def end(self, results: Sequence[Tensor]) -> None:
         """The segment has been computed."""

@@ -52,6 +52,8 @@ class Outcome:
         recompute_s: Of them, computing again.
         peak_bytes: Most bytes of blocks on the device at once.
         moved_bytes: Brought out, and back again.
+        seen_until_s: When a block is asked for that was not computed again, or a segment begins to be, for
+            the last time: what hooks see of a step.
         stalls_s: Waiting for each block, or for room for it; shape (blocks,).
         transfers: Copies in the order in which they were asked for.
         live: Seconds and bytes on the device from then on.
@@ -62,6 +64,7 @@ class Outcome:
     recompute_s: float
     peak_bytes: int
     moved_bytes: int
+    seen_until_s: float
     stalls_s: tuple[float, ...]
     transfers: tuple[Transfer, ...] = field(repr=False, default=())
     live: tuple[tuple[float, int], ...] = field(repr=False, default=())
@@ -168,6 +171,7 @@ class _Worker:
         self._stayed: set[int] = set()  # needed before they had left
         self._lingering: list[int] = []  # left, and still held by the forward pass
         self._at = 0.0  # seconds of compute
+        self._seen_until_s = 0.0
         self._stalls = [0.0] * len(profile.blocks)
         self._transfers: list[Transfer] = []
 
@@ -269,6 +273,8 @@ class _Worker:
             block = blocks[index]
             now = yield max(0.0, block.needed_s - self._at)
             self._advance(block.needed_s, now)
+            if plan[index] is not Decision.RECOMPUTE or block.segment not in begun:
+                self._seen_until_s = now
             for gone in [i for i in used if blocks[i].gone_s <= self._at]:
                 used.remove(gone)
                 self._release(now, gone, left)
@@ -339,6 +345,7 @@ class _Worker:
             recompute_s,
             peak,
             moved,
+            self._seen_until_s,
             tuple(self._stalls),
             tuple(self._transfers),
             tuple(live),
@@ -458,10 +465,14 @@ class _Shared:
         running = [q for own in self._queues for q in own if q.begin(self._now, self._uplink.latency_s)]
         flowing = [queue for queue in running if queue.latency_left_s <= 0]
         counts = {way: sum(queue.direction == way for queue in flowing) for way in ("out", "in")}
+        devices = {
+            way: sum(any(q in flowing and q.direction == way for q in own) for own in self._queues)
+            for way in ("out", "in")
+        }
         rates = {}
         for way, other in (("out", "in"), ("in", "out")):
             if counts[way]:
-                rates[way] = self._uplink.rate(way, counts[way], counts[other]) / counts[way]
+                rates[way] = self._uplink.rate(way, devices[way], devices[other]) / counts[way]
         steps = [wake - self._now for wake in self._wake if not isinstance(wake, Transfer)]
         for queue in running:
             is_flowing = queue.latency_left_s <= 0

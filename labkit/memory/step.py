@@ -40,6 +40,8 @@ class Known:
         backward: What is on the device at each place.
         again: Segments that are computed again.
         own_results: Which results of each segment it saves itself.
+        seen_until_s: Seconds of compute until hooks see a block for the last time.
+        again_until_s: That were computed again by then.
         seen: How often a step by this plan has saved so many tensors of so many elements.
     """
 
@@ -54,6 +56,8 @@ class Known:
     backward: Backward
     again: frozenset[int]
     own_results: dict[int, tuple[bool, ...]]
+    seen_until_s: float
+    again_until_s: float
     seen: "Counter[tuple[int, int]]" = field(default_factory=Counter)
 
     @property
@@ -82,6 +86,10 @@ class Known:
             elif key[0] not in seen:
                 seen.add(key[0])
                 arrivals.append(((key[0], 0), profile.boundary_bytes[key[0]]))
+        places = {keys[index]: place for place, index in enumerate(backward.order)}
+        for place, index in reversed(list(enumerate(backward.order))):
+            if keys[index][0] in again:  # seen when its segment begins to be computed again
+                places[keys[index][0], 0] = place
         following = [size for _, size in arrivals[1:]] + [0]
         return cls(
             profile,
@@ -91,11 +99,30 @@ class Known:
             decisions,
             {key: size for (key, _), size in zip(arrivals, following, strict=True)},
             tuple(keys[i] for i in backward.order if plan.decisions[i] is Decision.OFFLOAD),
-            {keys[index]: place for place, index in reversed(list(enumerate(backward.order)))},
+            places,
             backward,
             again,
             own_results,
+            *_seen_until(profile, plan.decisions, backward),
         )
+
+
+def _seen_until(profile: Profile, decisions: Sequence[Decision], backward: Backward) -> tuple[float, float]:
+    """When hooks see a block for the last time, and what was computed again by then."""
+    begun: set[int] = set()
+    until_s = again_s = pending_s = 0.0
+    for index in backward.order:
+        block = profile.blocks[index]
+        is_again = decisions[index] is Decision.RECOMPUTE
+        if is_again and block.segment in begun:
+            continue  # no hook sees it
+        again_s += pending_s
+        pending_s = 0.0
+        until_s = block.needed_s
+        if is_again:
+            begun.add(block.segment)
+            pending_s = profile.recompute_s[block.segment]
+    return until_s, again_s
 
 
 class Step:
@@ -178,34 +205,34 @@ class Step:
         is_movable = saved.size_bytes >= memory.min_bytes
         if self.known is None:
             self._own_record.saved(saved, is_movable)
-            if is_movable:
-                self._resident.append(weakref.ref(saved))
-            self._move_the_oldest()
+            self._stay_or_move(saved, is_movable)
             return saved
         if self.segment not in self.known.again:  # else it is what goes in; what it saves is not seen here
             # Another graph: it moves what it has no room for, and is recorded next time.
             self.is_off_plan = self.is_off_plan or self.known.sizes.get(key) != saved.size_bytes
             if self.is_off_plan:
-                if is_movable:
-                    self._resident.append(weakref.ref(saved))
-                self._move_the_oldest()
+                self._stay_or_move(saved, is_movable)
                 return saved
             if self.known.decisions[key] is Decision.OFFLOAD:
                 self._offload(saved)
         self._make_room(self.known.next_bytes.get(key, 0))
         return saved
 
-    def _move_the_oldest(self) -> None:
+    def _stay_or_move(self, saved: Saved, is_movable: bool) -> None:
         """While nothing is planned yet: move what was saved first as soon as the budget is used up."""
         memory = self.memory
+        if is_movable:
+            self._resident.append(weakref.ref(saved))
         if memory.policy == "recompute" or not memory.arena.size_bytes:
             return
         while self._resident and (
-            memory.policy == "offload" or (memory.budget is not None and memory.live_bytes > memory.budget)
+            memory.policy == "offload"
+            or (memory.budget_bytes is not None and memory.live_bytes > memory.budget_bytes)
         ):
             oldest = self._resident.popleft()()
             if oldest is not None:
                 self._offload(oldest)
+        self._make_room(saved.size_bytes)  # the next one is about as large
 
     def _begin(self, first_bytes: int) -> bool:
         """Choose the plan for steps that begin like this one; without one it is recorded.
@@ -231,6 +258,8 @@ class Step:
         """The next step begins: note what this one has saved."""
         if self.known is None or self.is_off_plan:
             return
+        if self._is_settled:
+            self.memory.totals.saved_bytes += self.known.profile.saved_bytes
         self.known.seen[self.num_saved, self.num_elements] += 1
         # Another graph than those before, which was not followed block by block.
         self.is_off_plan = self._is_settled and len(self.known.seen) > 1
@@ -246,8 +275,8 @@ class Step:
         )
         if forward_s is None or backward_s is None or self.known is None:
             return None
-        again_s = sum(self.known.profile.recompute_s[segment] for segment in self.known.again)
-        return forward_s - self.stalled_s["forward"], backward_s - self.stalled_s["backward"] - again_s
+        backward_s -= self.stalled_s["backward"] + self.known.again_until_s
+        return forward_s - self.stalled_s["forward"], backward_s
 
     def storages_of(self, segment: int) -> set[int]:
         """Storages that a segment has saved; -1: those outside of segments, which stay whatever they do."""
@@ -295,7 +324,7 @@ class Step:
             memory.totals.refused_bytes += saved.size_bytes
             return
         self._reap()
-        window = memory.window if self.known is None else self.known.plan.window_bytes
+        window = memory.window_bytes if self.known is None else self.known.plan.window_bytes
         while window is not None and self._leaving and self._leaving_bytes + saved.size_bytes > window:
             self._wait_for_the_oldest()
         saved.leave(host)
@@ -305,7 +334,7 @@ class Step:
 
     def _make_room(self, size_bytes: int) -> None:
         """Have the computing wait for the oldest copies out until so much more fits, as far as that helps."""
-        budget = self.memory.budget
+        budget = self.memory.budget_bytes
         while budget is not None and self._leaving and self.memory.live_bytes + size_bytes > budget:
             self._wait_for_the_oldest()
 
@@ -376,7 +405,7 @@ class Step:
     def _has_room(self, size_bytes: int) -> bool:
         """Whether a block may come back before it is needed."""
         assert self.known is not None
-        budget, window = self.memory.budget, self.known.plan.window_bytes
+        budget, window = self.memory.budget_bytes, self.known.plan.window_bytes
         if window is not None and self.waiting_bytes and self.waiting_bytes + size_bytes > window:
             return False
         backward = self.known.backward

@@ -11,8 +11,9 @@ import fcntl
 import mmap
 import os
 import tempfile
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -24,11 +25,11 @@ _MOST_OVERTAKEN = 4  # turns in a row that go to urgent copies while others wait
 _NAP_S = 50e-6
 _LOOK_EVERY_S = 0.05
 _STALE_S = 1.0
-_SLACK_S = 0.003  # sleeping ends late by about so much: what it is late, the next chunk has less to wait
+_SLACK_S = 0.002  # sleeping ends late by less: what it is late, the next chunk has less to wait
 _WAYS = {"out": 0, "in": 1}
 _ALIVE_AT = 16  # offset of the locks that say who is alive; those before it guard the table
 _TABLE = np.dtype([("free_at", "f8"), ("holder", "i8"), ("next_ticket", "i8"), ("overtaken", "i8")])
-_SLOT = np.dtype([("active_at", "f8"), ("ticket", "i8"), ("is_urgent", "i8"), ("pid", "i8")])
+_SLOT = np.dtype([("active_at", "f8"), ("ticket", "i8"), ("is_urgent", "i8")])
 _BYTES = 2 * (_TABLE.itemsize + _MOST_SLOTS * _SLOT.itemsize)
 
 
@@ -47,18 +48,27 @@ class LinkState:
         whole = np.frombuffer(self._map, dtype=np.uint8)
         self._tables = whole[: 2 * _TABLE.itemsize].view(_TABLE)
         self._slots = whole[2 * _TABLE.itemsize :].view(_SLOT).reshape(2, _MOST_SLOTS)
-        fcntl.lockf(fd, fcntl.LOCK_EX, 1, _ALIVE_AT + slot)
-        for way in (0, 1):
-            self._slots[way, slot] = (0.0, 0, 0, os.getpid())
+        # A process that waited for one lock while it holds another could look like a deadlock to the kernel,
+        # which knows processes and no threads: so it never does.
+        self._own = threading.Lock()
+        with self._guard(0):
+            fcntl.lockf(fd, fcntl.LOCK_EX, 1, _ALIVE_AT + slot)
+            if not any(self._is_alive(other) for other in range(_MOST_SLOTS) if other != slot):
+                whole[:] = 0  # of a run before this one
+            for way in (0, 1):
+                self._slots[way, slot] = (0.0, 0, 0)
+                if self._tables[way]["holder"] == slot + 1:  # this worker, before it was started again
+                    self._tables[way]["holder"] = 0
 
     @contextlib.contextmanager
     def _guard(self, way: int) -> Iterator[None]:
-        """Nobody else changes the table of a direction meanwhile; threads of one process share none."""
-        fcntl.lockf(self._fd, fcntl.LOCK_EX, 1, way)
-        try:
-            yield
-        finally:
-            fcntl.lockf(self._fd, fcntl.LOCK_UN, 1, way)
+        """Nobody else changes the table of a direction meanwhile."""
+        with self._own:
+            fcntl.lockf(self._fd, fcntl.LOCK_EX, 1, way)
+            try:
+                yield
+            finally:
+                fcntl.lockf(self._fd, fcntl.LOCK_UN, 1, way)
 
     def _is_alive(self, slot: int) -> bool:
         if slot == self.slot:
@@ -72,21 +82,21 @@ class LinkState:
 
     # --- turns -------------------------------------------------------------------------------------------
 
-    def take_turn(self, direction: str, *, is_urgent: bool = False) -> None:
+    def take_turn(self, direction: str, is_urgent: Callable[[], bool] = lambda: False) -> None:
         """Wait for this process's turn to copy a chunk.
 
         Args:
             direction: `out` or `in`.
-            is_urgent: Computing waits for it: it overtakes those for which nobody waits yet.
+            is_urgent: Whether computing waits for it by now: it overtakes those for which nobody waits yet.
         """
         way = _WAYS[direction]
         with self._guard(way):
             table = self._tables[way]
             table["next_ticket"] += 1
-            self._slots[way, self.slot]["is_urgent"] = is_urgent
             self._slots[way, self.slot]["ticket"] = table["next_ticket"]
         looked_at = time.monotonic()
         while True:
+            self._slots[way, self.slot]["is_urgent"] = is_urgent()
             now = time.monotonic()
             is_looking = now - looked_at > _LOOK_EVERY_S
             with self._guard(way):
@@ -136,7 +146,8 @@ class LinkState:
             self._slots[way, self.slot]["active_at"] = now
             counts = [int((self._slots[w]["active_at"] > now - _STALE_S).sum()) for w in (way, 1 - way)]
             rate = uplink.rate(direction, max(1, counts[0]), counts[1])
-            begin = max(now - _SLACK_S, float(self._tables[way]["free_at"]))
+            free_at = float(self._tables[way]["free_at"])
+            begin = free_at if 0 <= now - free_at < _SLACK_S or free_at > now else now
             end = begin + size_bytes / rate
             self._tables[way]["free_at"] = end
         time.sleep(max(0.0, end - time.monotonic()))
@@ -167,7 +178,7 @@ def make_state() -> int:
 
 
 def open_state(path: Path) -> int:
-    """A named file, made by whoever comes first; all that is in it is forgotten with the last process."""
+    """A named file, made by whoever comes first; what is in it is forgotten when nobody is left."""
     path.parent.mkdir(parents=True, exist_ok=True)
     fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     os.ftruncate(fd, _BYTES)

@@ -4,12 +4,14 @@ What k devices bring through together need not be k times as much as one does, n
 the rate of a link and its share, do not say it, so the whole curve is kept.
 """
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import PurePosixPath
 
 from labkit.memory.profile import Link
 
+_ROOT = re.compile(r"pci[0-9a-f]{4,}:[0-9a-f]{2}")
 _FALLS = 0.9  # of what one device alone brings through
 
 
@@ -87,7 +89,7 @@ def groups_behind_bridges(paths: Sequence[str]) -> list[list[int]]:
     groups: dict[tuple[str, ...], list[int]] = {}
     for index, path in enumerate(paths):
         parts = PurePosixPath(path).parts
-        roots = [place for place, part in enumerate(parts) if part.startswith("pci")]
+        roots = [place for place, part in enumerate(parts) if _ROOT.fullmatch(part)]
         # The root complex and the first port below it; a device right at the root has a port of its own.
         port = parts[: roots[0] + 2] if roots else parts
         groups.setdefault(port, []).append(index)

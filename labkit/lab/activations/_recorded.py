@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from labkit.cluster.placement import placements
+from labkit.config import ClusterConfig
 from labkit.errors import ConfigError
 from labkit.lab.series import folder_of
 from labkit.memory.recorded import Recorded
@@ -26,6 +28,7 @@ class MemoryRun:
         copies: Direction, bytes, begin and end in seconds, measured in the same step.
         step_s: Median of the steps that went by a plan.
         samples_per_s: Of all workers.
+        num_sharing: Workers of the node behind the same link, by the cluster file.
     """
 
     key: str
@@ -36,6 +39,7 @@ class MemoryRun:
     copies: tuple[tuple[str, int, float, float], ...]
     step_s: float
     samples_per_s: float
+    num_sharing: int = 1
 
 
 def read_memory(run: Any, rank: int = 0) -> MemoryRun:
@@ -58,7 +62,8 @@ def read_memory(run: Any, rank: int = 0) -> MemoryRun:
     recorded = Recorded.from_mapping(plans[-1])
     steps = folder.history(0, ("step",))[NUM_SETTLING:]
     step_s = statistics.median(event["step_s"] for event in steps) if steps else 0.0
-    batch = folder.read_config().engine.global_batch_size
+    config = folder.read_config()
+    batch = config.engine.global_batch_size
     return MemoryRun(
         folder.key,
         reports[-1],
@@ -68,4 +73,14 @@ def read_memory(run: Any, rank: int = 0) -> MemoryRun:
         tuple((way, size, begin, end) for way, size, begin, end in plans[-1]["copies"]),
         step_s,
         batch / step_s if step_s else 0.0,
+        _num_sharing(config.cluster, rank),
     )
+
+
+def _num_sharing(cluster: ClusterConfig, rank: int) -> int:
+    place = placements(cluster)[rank]
+    node = cluster.nodes[place.node_index]
+    everybody = tuple(range(place.local_world_size))
+    links = (*node.uplinks, *(link for link in cluster.measured_uplinks if link.node == node.name))
+    behind = (link.workers or everybody for link in links)
+    return next((len(ranks) for ranks in behind if place.local_rank in ranks), 1)

@@ -199,7 +199,9 @@ def what_if(recorded: Recorded, uplink: Uplink, num_devices: int) -> Contention:
             recorded.profile,
             link,
             budget_bytes=limits.budget_bytes,
+            host_bytes=recorded.host_bytes,
             window_bytes=limits.window_bytes,
+            allowed=recorded.allowed,
             reserved_bytes=recorded.reserved_bytes,
         )
         together = simulate_shared(
