@@ -374,7 +374,9 @@ def memories() -> Iterator[list[HybridMemory]]:
 
 
 def _memory(memories: list[HybridMemory], model: nn.Module, **changes: Any) -> HybridMemory:
-    given: dict[str, Any] = {"host_budget": 64 * MIB, "policy": "offload", "min_bytes": 64, "link": FAST}
+    given: dict[str, Any] = {
+        "host_budget": 64 * MIB, "policy": "offload", "min_bytes": 64, "link": FAST, "reserved_bytes": 0,
+    }  # fmt: skip
     memory = HybridMemory(model, **(given | changes))
     memories.append(memory)
     return memory
@@ -1357,6 +1359,11 @@ def test_what_a_variable_holds_is_reported_as_not_freed(memories: list[HybridMem
         ({"host_budget": -5}, "memory.host_budget must be a number of bytes from 0, got -5"),
         ({"host_budget": 64e6}, "memory.host_budget must be a number of bytes"),
         (
+            {"device_budget": "lots"},
+            "memory.device_budget: size must be a number of bytes or one such as 64 MiB",
+        ),
+        ({"device_budget": "100 KB"}, r"memory.device_budget must be above the \d+ bytes of parameters"),
+        (
             {"device_budget": 500, "reserved_bytes": 1000},
             "must be above the 1000 bytes .* got 500: 501 too few",
         ),
@@ -1365,6 +1372,15 @@ def test_what_a_variable_holds_is_reported_as_not_freed(memories: list[HybridMem
 def test_bad_input_is_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         HybridMemory(_deep(), **({"host_budget": MIB} | change))
+
+
+def test_sizes_are_read_as_people_write_them_and_parameters_count(memories: list[HybridMemory]) -> None:
+    model = _deep()  # 6 layers of 128 x 128
+    taken = 2 * 6 * (128 * 128 + 128) * 4
+    for text, size in (("20 MB", 20 * 10**6), ("20MiB", 20 * MIB), (20 * MIB, 20 * MIB)):
+        memory = HybridMemory(model, device_budget=text, host_budget="1 MiB")
+        assert memory.budget_bytes == size - taken and memory.arena.size_bytes == MIB
+        memory.close()
 
 
 def test_a_compiled_model_is_refused() -> None:

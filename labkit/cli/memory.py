@@ -19,8 +19,8 @@ def memory() -> None:
 
     \b
     Examples:
-      labkit run experiment.yaml memory.device_budget=20GB
       labkit memory maxbatch experiment.yaml memory.device_budget=20GB
+      labkit run experiment.yaml memory.device_budget=20GB
       labkit memory show latest
     """
 

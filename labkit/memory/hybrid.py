@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from labkit.config import parse_bytes
 from labkit.errors import ConfigError
 from labkit.memory.adapter import Adapter, CpuAdapter, CudaAdapter, Mark
 from labkit.memory.arena import HostArena, NoRoom
@@ -99,14 +100,14 @@ class HybridMemory:
         self,
         model: nn.Module,
         *,
-        device_budget: int | None = None,
-        reserved_bytes: int = 0,
-        host_budget: int = 0,
+        device_budget: int | str | None = None,
+        reserved_bytes: int | None = None,
+        host_budget: int | str = 0,
         num_sharing: int = 1,
         tier: str = "auto",
         policy: str = "auto",
         segments: Sequence[nn.Module] | None = None,
-        window_bytes: int | None = None,
+        window_bytes: int | str | None = None,
         min_bytes: int = 64 * 1024,
         link: Link | None = None,
         gradient_bytes: int = 0,
@@ -116,9 +117,10 @@ class HybridMemory:
 
         Args:
             model: Whose parameters and buffers are never moved.
-            device_budget: Most bytes on the device; None: no limit.
-            reserved_bytes: Of them, for parameters, gradients, optimizer state and what else is not saved.
-            host_budget: Bytes of host memory; 0: nothing is offloaded.
+            device_budget: Most bytes on the device, as a number or as `20GB` or `20 GiB`; None: no limit.
+            reserved_bytes: Of them, for parameters, gradients, optimizer state and what else is not saved;
+                None: as many as parameters, buffers and gradients take.
+            host_budget: Bytes of host memory, likewise; 0: nothing is offloaded.
             num_sharing: Processes that take as much of this machine's memory.
             tier: `pinned`, `ram` or `mmap:FOLDER`; auto: pinned on CUDA, else ram. One that has no room is
                 not used, and the report says so.
@@ -135,6 +137,12 @@ class HybridMemory:
         Raises:
             ConfigError: a value makes no sense, the model is compiled, or the tier is no folder.
         """
+        device_budget = _bytes("memory.device_budget", device_budget)
+        host_budget = _bytes("memory.host_budget", host_budget) or 0
+        window_bytes = _bytes("memory.window", window_bytes)
+        if reserved_bytes is None:
+            trained = sum(p.nbytes for p in model.parameters() if p.requires_grad)
+            reserved_bytes = trained + sum(tensor.nbytes for tensor in _states(model))
         if policy not in ("auto", "keep", "offload", "recompute"):
             raise ConfigError(f"memory.policy must be one of auto, keep, offload, recompute, got {policy!r}.")
         if device_budget is not None and device_budget <= reserved_bytes:
@@ -149,7 +157,7 @@ class HybridMemory:
                 "tensors past its hooks. Leave out torch.compile, or set memory.policy=keep without a budget."
             )
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
-        _check_host(host_budget, tier, device)
+        _check_tier(tier, device)
         if tier == "auto":
             tier = "pinned" if device.type == "cuda" else "ram"
         self.totals = Report()
@@ -381,12 +389,7 @@ class HybridMemory:
         first one, which computes more slowly than those after it.
         """
         known, count = step.known, self._num_adapted.get(step.first_bytes, 0)
-        if (
-            known is None
-            or not self.is_adapting
-            or count >= _MOST_ADAPTED
-            or not known.plan.outcome.moved_bytes
-        ):
+        if known is None or not self.is_adapting or count >= _MOST_ADAPTED:
             return
         rates, link, profile = self.adapter.rates(), known.plan.link, known.profile
         found = Link(
@@ -395,7 +398,7 @@ class HybridMemory:
         compute_s = step.compute_s()
         factors = (1.0, 1.0)
         if compute_s is not None:
-            planned_s = (profile.forward_s, profile.step_s - profile.forward_s)
+            planned_s = (profile.forward_s, known.seen_until_s - profile.forward_s)
             factors = (_ratio(compute_s[0], planned_s[0]), _ratio(compute_s[1], planned_s[1]))
         is_as_planned = all(1 / _SAME_SPEED < factor < _SAME_SPEED for factor in factors)
         if is_as_planned and found.is_like(link, _SAME_RATE):
@@ -508,9 +511,17 @@ class HybridMemory:
         return self.stalled_s() + self.thinking_s
 
 
-def _check_host(host_budget: int, tier: str, device: torch.device) -> None:
-    if not isinstance(host_budget, int) or host_budget < 0:
-        raise ConfigError(f"memory.host_budget must be a number of bytes from 0, got {host_budget!r}.")
+def _bytes(name: str, value: int | str | None) -> int | None:
+    try:
+        size_bytes = parse_bytes(value)
+    except ValueError as error:
+        raise ConfigError(f"{name}: {error}") from None
+    if size_bytes is not None and (not isinstance(size_bytes, int) or size_bytes < 0):
+        raise ConfigError(f"{name} must be a number of bytes from 0, got {value!r}. For example 20GB.")
+    return size_bytes
+
+
+def _check_tier(tier: str, device: torch.device) -> None:
     if tier not in ("auto", "ram", "pinned") and not tier.startswith("mmap:"):
         raise ConfigError(f"memory.tier must be auto, ram, pinned or mmap:FOLDER, got {tier!r}.")
     if tier == "pinned" and device.type != "cuda":

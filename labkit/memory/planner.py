@@ -111,8 +111,10 @@ class _Search:
         self._known: dict[tuple[Decision, ...], Outcome] = {}
 
     def run(self) -> Plan:
-        counts = [num_options(self._profile, group, self._allowed) for group in self._groups]
-        chosen = self._all() if math.prod(counts) <= _MOST_PLANS else self._search()
+        chosen = self._least()
+        if Decision.KEEP not in self._allowed or self._score(chosen)[0]:  # else nothing is better
+            counts = [num_options(self._profile, group, self._allowed) for group in self._groups]
+            chosen = self._all() if math.prod(counts) <= _MOST_PLANS else self._search()
         return Plan(tuple(chosen), self._outcome(chosen), self._window_bytes, self._link)
 
     def _all(self) -> list[Decision]:
@@ -131,12 +133,16 @@ class _Search:
         """The best of what several beginnings lead to: keeping all, and moving or computing again all."""
         found = []
         for first in self._allowed:
-            chosen = self._put_together([least_option(self._profile, g, self._allowed) for g in self._groups])
+            chosen = self._least()
             for move in self._moves:
                 if move[1] is first:
                     chosen = self._after(chosen, move)
             found.append(self._improve(self._fill(chosen)))
         return min(found, key=self._score)
+
+    def _least(self) -> list[Decision]:
+        """Everything stays that may."""
+        return self._put_together([least_option(self._profile, g, self._allowed) for g in self._groups])
 
     def _all_moves(self) -> Iterator[Move]:
         """One block, or all of a segment, becomes something else."""
