@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from test_notebooks import MAX_KB, _outputs, _papermill
 
 import labkit
@@ -220,3 +221,10 @@ def test_the_emulated_network_does_what_the_benchmark_says() -> None:
     fd = make_state()
     (found,) = run_workers(bench_memory._train, 1, bench_memory._OURS, fd)
     assert found["time"] < 1.1 and found["peak"] < 1.05 and found["stall_share"] < 0.1
+
+
+def test_the_benchmark_on_a_gpu_says_where_it_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU: run `labkit bench memory-cuda`")
+    assert main(["bench", "memory-cuda"]) == 2
+    assert "bench memory-cuda must run on a machine with CUDA" in capsys.readouterr().err

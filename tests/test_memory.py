@@ -35,6 +35,7 @@ from labkit.memory import (
     Infeasible,
     Link,
     Profile,
+    Uplink,
     find_max_batch,
     fits_in_memory,
     make_plan,
@@ -44,11 +45,16 @@ from labkit.memory.adapter import CpuAdapter
 from labkit.memory.arena import HostArena
 from labkit.memory.planner import groups_of, options_of
 from labkit.memory.step import Known
-from labkit.memory.turns import EmulatedLink
+from labkit.memory.turns import EmulatedLink, LinkState, make_state
 
 KEEP, OFFLOAD, RECOMPUTE = Decision.KEEP, Decision.OFFLOAD, Decision.RECOMPUTE
 MIB = 2**20
 FAST = Link(1e9, 1e9)
+
+
+def emulated_link(rate: float) -> EmulatedLink:
+    """Of this process alone."""
+    return EmulatedLink(Uplink.ideal(rate), LinkState(make_state(), 0))
 
 
 # --- simulator: laws ---------------------------------------------------------------------------------------
@@ -1278,7 +1284,7 @@ def test_plans_follow_the_rate_that_copies_have(memories: list[HybridMemory]) ->
     """Planned for a fast link; others use it, or it was measured wrongly."""
     model = Blocks()
     x = torch.randn(64, 3, 32, 32)
-    adapter = CpuAdapter(EmulatedLink.alone(2e7, 2e7))
+    adapter = CpuAdapter(emulated_link(2e7))
     memory = _memory(memories, model, policy="auto", link=Link(1e12, 1e12), adapter=adapter)
     _planned(memory, lambda: model(x).sum())
     memory.budget_bytes = int(0.6 * memory.totals.peak_bytes)
@@ -1390,7 +1396,7 @@ def test_a_compiled_model_is_refused() -> None:
 
 
 def test_an_emulated_link_takes_its_time() -> None:
-    adapter = CpuAdapter(EmulatedLink.alone(10e6, 20e6))
+    adapter = CpuAdapter(emulated_link(10e6))
     source, target = torch.zeros(100_000, dtype=torch.uint8), torch.empty(100_000, dtype=torch.uint8)
     began_at = time.perf_counter()
     copies = [adapter.copy_out(source, target) for _ in range(3)]

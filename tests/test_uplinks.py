@@ -1,5 +1,6 @@
 """Links between devices and their host: their curves, several devices on one, taking turns, measuring them."""
 
+import dataclasses
 import itertools
 import json
 import os
@@ -15,7 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import newest_checkpoint
-from test_memory import _chain
+from test_memory import _chain, emulated_link
 
 import labkit
 from labkit.cli import main
@@ -125,9 +126,9 @@ def test_a_device_that_is_done_leaves_its_part_to_the_others() -> None:
 def test_gradients_on_the_same_link_take_their_part_of_the_backward_pass() -> None:
     profile = _chain([100] * 4)
     quiet = simulate(profile, [OFFLOAD] * 4, Link(220, 220))
-    busy = simulate(profile.with_gradients(400), [OFFLOAD] * 4, Link(220, 220))
+    busy = simulate(dataclasses.replace(profile, gradient_bytes=400), [OFFLOAD] * 4, Link(220, 220))
     assert busy.step_s > quiet.step_s and sum(t.block < 0 for t in busy.transfers) == 0
-    alone = simulate(profile.with_gradients(440), [KEEP] * 4, Link(100, 100))
+    alone = simulate(dataclasses.replace(profile, gradient_bytes=440), [KEEP] * 4, Link(100, 100))
     assert alone.step_s == pytest.approx(1.0 + 4.4) and alone.stall_s == pytest.approx(2.4)
 
 
@@ -265,8 +266,7 @@ def test_a_worker_that_is_started_again_does_not_wait_for_itself(tmp_path: Path)
 
 
 def test_copies_far_between_take_their_time_too() -> None:
-    link = EmulatedLink.alone(50 * MB, 50 * MB)
-    adapter = CpuAdapter(link)
+    adapter = CpuAdapter(emulated_link(50 * MB))
     source, target = torch.zeros(500_000, dtype=torch.uint8), torch.empty(500_000, dtype=torch.uint8)
     for _ in range(12):
         adapter.copy_out(source, target).wait()

@@ -169,7 +169,7 @@ def _timed(
 ) -> Callable[[], float]:
     def once() -> float:
         fd = make_state()
-        found = run_workers(_train, num_workers, side, fd)
+        found = run_workers(_train, num_workers, side, fd, timeout_s=600)
         os.close(fd)
         if side.name == "ours" and num_workers == 1:
             last.update(found[0])
@@ -244,10 +244,10 @@ def _compare_largest(report: Report, say: Callable[[str], None]) -> None:
     }
     best = {}
     for name, side in sides.items():
-        largest = run_workers(_largest_emulated, 1, side, name == "plain", math.inf)[0]
+        largest = _run_alone(side, name == "plain", math.inf)
         say(f"{side.name}: largest batch {largest}")
         best[name] = replace(side, batch=largest)
-    full = run_workers(_largest_emulated, 1, sides["ours"], False, _FULL_SPEED)[0]
+    full = _run_alone(sides["ours"], False, _FULL_SPEED)
     say(f"ours: largest batch at full speed {full}")
     best["ours, full speed"] = replace(sides["ours"], batch=full)
     fixed_s = _SYNC_SHARE * 3 * _FORWARD_S * len(_INNER_KIB) * best["plain"].batch / _BATCH
@@ -260,6 +260,11 @@ def _compare_largest(report: Report, say: Callable[[str], None]) -> None:
         others = [max(pair) for pair in zip(rates["plain"], rates["checkpointed"], strict=True)]
         report.add(figure, ratios(rates["ours"], others), aim)
         report.add(f"{figure}_at_full_speed", ratios(rates["ours, full speed"], others))
+
+
+def _run_alone(side: _Side, stays: bool, slowest: float) -> int:
+    found: int = run_workers(_largest_emulated, 1, side, stays, slowest, timeout_s=900)[0]
+    return found
 
 
 def _largest_emulated(comm: Communicator, side: _Side, stays: bool, slowest: float) -> int:
@@ -275,7 +280,7 @@ def _largest_emulated(comm: Communicator, side: _Side, stays: bool, slowest: flo
             memory.arena.close()
             memory.arena.size_bytes = 0
         try:
-            for _ in range(2 if slowest == math.inf else 6):  # recorded, planned, and planned again as it ran
+            for _ in range(2 if slowest == math.inf else 4):  # recorded, planned; and planned again as it ran
                 with memory.step():
                     y = model(_input(batch)).sum()
                 y.backward()

@@ -91,10 +91,6 @@ class Profile:
             recompute_s=tuple(forward * seconds for seconds in self.recompute_s),
         )
 
-    def with_gradients(self, gradient_bytes: int) -> "Profile":
-        """The same beside other traffic."""
-        return replace(self, gradient_bytes=gradient_bytes)
-
 
 @dataclass(frozen=True)
 class Link:

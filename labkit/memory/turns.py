@@ -192,11 +192,6 @@ class EmulatedLink:
         """Join the others behind it."""
         self.uplink, self.state = uplink, state
 
-    @classmethod
-    def alone(cls, out_bytes_per_s: float, in_bytes_per_s: float) -> "EmulatedLink":
-        """For this process only."""
-        return cls(Uplink.ideal(out_bytes_per_s, in_bytes_per_s), LinkState(make_state(), 0))
-
     def __call__(self, size_bytes: int, direction: str) -> None:
         """Wait as long as a chunk takes."""
         self.state.pass_through(size_bytes, direction, self.uplink)
