@@ -201,6 +201,7 @@ def test_the_notebook_answers_its_question(runs: Path, tmp_path: Path) -> None:
     assert (tmp_path / "out.ipynb").stat().st_size < MAX_KB * 1000
 
 
+@pytest.mark.slow
 def test_the_study_in_small(runs: Path) -> None:
     one = {**SMALL, "budgets": [0.6], "devices": [2], "most_measured": 2}
     study = Study.from_parameters({"name": "s", "model": "gpt", "data": "text", "cluster": "1x1", **one})

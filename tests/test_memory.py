@@ -369,6 +369,13 @@ class PoisonAdapter(CpuAdapter):
         target.copy_(source)
 
 
+@pytest.fixture(autouse=True)
+def _without_looking_around(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that Python holds is much here, and looking through it twice a plan would take most of the time."""
+    if "no_hook_sees" not in request.node.name:
+        monkeypatch.setattr(record, "_tensors_there", lambda device: {})
+
+
 @pytest.fixture
 def memories() -> Iterator[list[HybridMemory]]:
     made: list[HybridMemory] = []
@@ -486,10 +493,8 @@ def test_every_number_is_the_same_under_any_plan(name: str, seed: int, memories:
 @pytest.mark.parametrize("kind", ["float32", "bfloat16", "autocast"])
 @pytest.mark.parametrize("name", MODELS)
 def test_every_number_is_the_same_under_fifty_plans(
-    name: str, kind: str, memories: list[HybridMemory], monkeypatch: pytest.MonkeyPatch
+    name: str, kind: str, memories: list[HybridMemory]
 ) -> None:
-    # Looking through all that Python holds, twice a plan, would take most of the time.
-    monkeypatch.setattr(record, "_tensors_there", lambda device: {})
     _check_random_plans(name, kind, range(2, 52), memories)
 
 
