@@ -5,10 +5,12 @@ import copy
 import dataclasses
 import gc
 import itertools
+import json
 import math
 import os
 import random
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -1465,6 +1467,25 @@ def test_a_thousand_steps_with_faults_everywhere_leave_memory_as_it_was(memories
     assert sizes[1] - sizes[0] < 8 * MIB
 
 
+def _in_a_fresh_process(function: str, num_workers: int, *arguments: Any) -> list[Any]:
+    """Workers that are forked from a process whose heap holds nothing that was freed before."""
+    script = (
+        "import json, sys\nimport test_memory\nfrom labkit.launch.forked import run_workers\n"
+        "name, count, *arguments = json.loads(sys.argv[1])\n"
+        "print(json.dumps(run_workers(getattr(test_memory, name), count, *arguments)))"
+    )
+    folders = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
+    done = subprocess.run(
+        [sys.executable, "-c", script, json.dumps([function, num_workers, *arguments])],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(folders)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    found: list[Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
 def _private_bytes() -> int:
     """Memory of this process that no file stands behind."""
     status = Path("/proc/self/status").read_text().splitlines()
@@ -1501,7 +1522,7 @@ def _measure_freed(comm: Any, tier: str) -> tuple[int, int]:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads memory as Linux counts it")
 def test_what_is_said_to_be_freed_is_what_the_system_got_back(tmp_path: Path) -> None:
-    ((freed, claimed),) = run_workers(_measure_freed, 1, str(tmp_path))
+    ((freed, claimed),) = _in_a_fresh_process("_measure_freed", 1, str(tmp_path))
     assert claimed >= 7 * 16 * MIB and freed == pytest.approx(claimed, rel=0.05)
 
 
@@ -1579,13 +1600,13 @@ def _capped_search(comm: Any, caps_mib: list[int], is_hybrid: bool, tier: str) -
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="limits memory as Linux counts it")
 def test_workers_with_different_memory_agree_and_hybrid_memory_holds_a_larger_batch(tmp_path: Path) -> None:
-    plain = run_workers(_capped_search, 2, [96, 64], False, "")
+    plain = _in_a_fresh_process("_capped_search", 2, [96, 64], False, "")
     assert plain[0][0] == plain[1][0] > 0  # Lightning #19789, composer #2117: the other one hung
-    four = run_workers(_capped_search, 4, [128, 96, 64, 80], False, "")
+    four = _in_a_fresh_process("_capped_search", 4, [128, 96, 64, 80], False, "")
     assert {found for found, _ in four} == {four[2][0]} and four[2][0] == pytest.approx(plain[1][0], rel=0.2)
-    alone = run_workers(_capped_search, 1, [64], False, "")
+    alone = _in_a_fresh_process("_capped_search", 1, [64], False, "")
     assert alone[0][0] == pytest.approx(plain[0][0], rel=0.25)
-    hybrid = run_workers(_capped_search, 2, [96, 64], True, str(tmp_path))
+    hybrid = _in_a_fresh_process("_capped_search", 2, [96, 64], True, str(tmp_path))
     assert hybrid[0][0] == hybrid[1][0] and all(is_empty for _, is_empty in hybrid)
     assert hybrid[0][0] > 1.2 * plain[0][0]
 

@@ -17,7 +17,7 @@ import time
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
@@ -412,7 +412,9 @@ class HybridMemory:
         profile = profile if is_as_planned else profile.scaled(*factors)
         with contextlib.suppress(Infeasible):  # then the plan that there is goes on
             plan = self._make_plan(profile, found)
-            self._remember(step.first_bytes, Known.of(profile, known.keys, plan, known.own_results))
+            again = Known.of(profile, known.keys, plan, known.own_results)
+            # The same graph: what was seen of it stays seen.
+            self._remember(step.first_bytes, replace(again, seen=known.seen))
             self.totals.num_adapted += 1
 
     def _measure_link(self) -> Link:
