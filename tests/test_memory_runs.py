@@ -66,7 +66,7 @@ def test_a_tier_on_disk_and_a_budget(runs: Path, tmp_path: Path) -> None:
     (report,) = run.folder.history(0, ("memory",))
     assert report["moved_bytes"] > 0 and list(tmp_path.glob("labkit-*")) == []
     assert report["values"]["memory/moved_mib"] > 0 and report["values"]["memory/peak_mib"] > 0
-    assert report["measured_peak_bytes"] == pytest.approx(report["predicted_peak_bytes"], rel=0.05)
+    assert report["measured_peak_bytes"] == pytest.approx(report["predicted_peak_bytes"], rel=0.15)
     notes = " ".join(event["text"] for event in run.folder.history(0, ("message",)))
     assert "memory of worker 0 on node0" in notes and "a step saves" in notes
 

@@ -167,8 +167,8 @@ def test_processes_share_a_link_and_turns_keep_its_rate(ways: tuple[str, ...], w
     fd = make_state()
     rates = run_workers(_copy_for_a_while, 3, fd, uplink, ways)
     os.close(fd)
-    assert sum(rates) == pytest.approx(wanted, rel=0.2)
-    assert max(rates) < 1.3 * min(rates)
+    assert sum(rates) == pytest.approx(wanted, rel=0.35)
+    assert max(rates) < 1.6 * min(rates)
 
 
 def _die_with_the_turn(comm: Any, fd: int) -> float:
@@ -271,7 +271,7 @@ def test_copies_far_between_take_their_time_too() -> None:
     for _ in range(12):
         adapter.copy_out(source, target).wait()
         time.sleep(0.01)
-    assert adapter.rates()["out"] == pytest.approx(50 * MB, rel=0.2)
+    assert adapter.rates()["out"] == pytest.approx(50 * MB, rel=0.4)
     adapter.close()
 
 
