@@ -95,6 +95,7 @@ class _Side:
         is_prefetching: Blocks come back before they are asked for.
         window_bytes: Of copies under way.
         can_repeat: Blocks of layers may be computed again.
+        can_move: There is host memory.
     """
 
     name: str
@@ -105,6 +106,7 @@ class _Side:
     is_prefetching: bool = True
     window_bytes: int | None = None
     can_repeat: bool = True
+    can_move: bool = True
 
 
 class _Work(torch.autograd.Function):
@@ -160,7 +162,7 @@ _BUDGET = int(_BUDGET_SHARE * _saved_bytes(_BATCH))
 _OURS = _Side("ours", budget_bytes=_BUDGET)
 _ON_DEMAND = _Side("on demand", "offload", _BUDGET, is_prefetching=False, can_repeat=False)
 _ONE_AHEAD = _Side("one layer ahead", "offload", _BUDGET, window_bytes=1, can_repeat=False)
-_ALONE = (_Side("nothing moves", "keep"), _OURS, _ON_DEMAND, _ONE_AHEAD)
+_ALONE = (_Side("nothing moves", "keep", can_move=False), _OURS, _ON_DEMAND, _ONE_AHEAD)
 _SHARED = (_OURS, _ON_DEMAND, _ONE_AHEAD, replace(_OURS, name="ours, solo rate", is_alone=True))
 
 
@@ -185,7 +187,7 @@ def _memory(side: _Side, model: nn.Module, link: Link, adapter: CpuAdapter) -> H
         model,
         policy=side.policy,
         device_budget=side.budget_bytes,
-        host_budget=0 if side.policy in ("keep", "recompute") else 2 * _saved_bytes(side.batch),
+        host_budget=2 * _saved_bytes(side.batch) if side.can_move else 0,
         window_bytes=side.window_bytes,
         segments=None if side.can_repeat else (),
         link=link,
@@ -236,18 +238,17 @@ def _apart(one: float, other: float) -> float:
 
 def _compare_largest(report: Report, say: Callable[[str], None]) -> None:
     budget = _saved_bytes(_BATCH)
-    plain = _Side("all stays", budget_bytes=budget, can_repeat=False)
     sides = {
-        "plain": plain,
-        "checkpointed": _Side("all computed again", "recompute", budget),
+        "plain": _Side("all stays", budget_bytes=budget, can_repeat=False, can_move=False),
+        "checkpointed": _Side("all computed again", "recompute", budget, can_move=False),
         "ours": _Side("ours", budget_bytes=budget),
     }
     best = {}
     for name, side in sides.items():
-        largest = _run_alone(side, name == "plain", math.inf)
+        largest = _run_alone(side, math.inf)
         say(f"{side.name}: largest batch {largest}")
         best[name] = replace(side, batch=largest)
-    full = _run_alone(sides["ours"], False, _FULL_SPEED)
+    full = _run_alone(sides["ours"], _FULL_SPEED)
     say(f"ours: largest batch at full speed {full}")
     best["ours, full speed"] = replace(sides["ours"], batch=full)
     fixed_s = _SYNC_SHARE * 3 * _FORWARD_S * len(_INNER_KIB) * best["plain"].batch / _BATCH
@@ -262,12 +263,12 @@ def _compare_largest(report: Report, say: Callable[[str], None]) -> None:
         report.add(f"{figure}_at_full_speed", ratios(rates["ours, full speed"], others))
 
 
-def _run_alone(side: _Side, stays: bool, slowest: float) -> int:
-    found: int = run_workers(_largest_emulated, 1, side, stays, slowest, timeout_s=900)[0]
+def _run_alone(side: _Side, slowest: float) -> int:
+    found: int = run_workers(_largest_emulated, 1, side, slowest, timeout_s=900)[0]
     return found
 
 
-def _largest_emulated(comm: Communicator, side: _Side, stays: bool, slowest: float) -> int:
+def _largest_emulated(comm: Communicator, side: _Side, slowest: float) -> int:
     """The largest batch that one can plan for, in at the most so many times the time of its computing."""
     uplink = Uplink.ideal(_RATE)
 
@@ -276,9 +277,6 @@ def _largest_emulated(comm: Communicator, side: _Side, stays: bool, slowest: flo
         model = _network(batch)
         adapter = _InstantAdapter(EmulatedLink(uplink, LinkState(make_state(), 0)))
         memory = _memory(sized, model, uplink.share(1), adapter)
-        if stays:
-            memory.arena.close()
-            memory.arena.size_bytes = 0
         try:
             for _ in range(2 if slowest == math.inf else 4):  # recorded, planned; and planned again as it ran
                 with memory.step():

@@ -269,6 +269,10 @@ class UplinkConfig(Section):
         False, description="gradients between the workers take the same way, during the backward pass"
     )
 
+    def behind(self, num_workers: int) -> tuple[int, ...]:
+        """The workers behind it, by their numbers on a node of so many."""
+        return self.workers or tuple(range(num_workers))
+
 
 class MeasuredUplinkConfig(UplinkConfig):
     """What `labkit probe --links` measured of a link between devices and their host."""
@@ -296,7 +300,7 @@ class NodeConfig(Section):
 
     @model_validator(mode="after")
     def _uplinks_fit(self) -> "NodeConfig":
-        behind = [rank for uplink in self.uplinks for rank in uplink.workers or range(len(self.workers))]
+        behind = [rank for uplink in self.uplinks for rank in uplink.behind(len(self.workers))]
         if len(set(behind)) < len(behind) or any(rank >= len(self.workers) for rank in behind):
             raise ValueError(
                 f"uplinks of node {self.name!r} must have each of its workers (0 to {len(self.workers) - 1}) "

@@ -56,12 +56,11 @@ def probe_uplinks(
                 rates = copier.rates(ways, num_devices) if place < num_devices else (0.0, 0.0)
                 every = comm.gather(torch.tensor(rates, dtype=torch.float64, device=device))
                 together = [rate for rate, link in zip(every, links, strict=True) if link == links[comm.rank]]
-                if num_devices <= len(uplink.local_ranks):
-                    for way, rate in zip(("out", "in"), torch.stack(together).sum(0).tolist(), strict=True):
-                        if way in ways:
-                            found[f"both_{way}_rates" if len(ways) == 2 else f"{way}_rates"].append(
-                                round(rate)
-                            )
+                if num_devices > len(uplink.local_ranks):
+                    continue  # of another link, which has more
+                sums = dict(zip(("out", "in"), torch.stack(together).sum(0).tolist(), strict=True))
+                for way in ways:
+                    found[f"both_{way}_rates" if len(ways) == 2 else f"{way}_rates"].append(round(sums[way]))
             if comm.rank == 0:
                 log.write("metrics", step=num_devices, epoch=0.0, samples=0, values={})
     if place == 0:

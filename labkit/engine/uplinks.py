@@ -5,14 +5,14 @@ a link is read from the PCI tree. On CPUs a link of the cluster file is emulated
 """
 
 import ctypes
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from labkit.cluster.placement import Placement
-from labkit.config import ClusterConfig, MeasuredUplinkConfig, UplinkConfig
+from labkit.config import ClusterConfig, UplinkConfig
 from labkit.memory.adapter import Adapter, CpuAdapter, CudaAdapter, TurnsCudaAdapter
 from labkit.memory.turns import EmulatedLink, LinkState, open_state
 from labkit.memory.uplink import Uplink, groups_behind_bridges
@@ -58,29 +58,24 @@ def uplink_of(cluster: ClusterConfig, placement: Placement, device: torch.device
     node = cluster.nodes[placement.node_index]
     everybody = tuple(range(placement.local_world_size))
     measured = [link for link in cluster.measured_uplinks if link.node == node.name]
-    groups = [(link.workers or everybody, link) for link in node.uplinks]
-    for index, (ranks, given) in enumerate(groups):
-        if placement.local_rank in ranks:
-            found = _measured_for(placement.local_rank, measured, everybody)
-            return OwnUplink(
-                index,
-                tuple(ranks),
-                _uplink(given),
-                None if found is None else _uplink(found),
-                given.carries_gradients or bool(found and found.carries_gradients),
-            )
-    ranks = _detected(placement, everybody) if device.type == "cuda" else everybody
-    found = _measured_for(placement.local_rank, measured, everybody)
-    index = len(groups) + min(ranks)
-    if found is None:
-        return OwnUplink(index, ranks)
-    return OwnUplink(index, ranks, None, _uplink(found), found.carries_gradients)
+    given = _link_of(placement, node.uplinks)
+    found = _link_of(placement, measured)
+    if given is not None:
+        ranks, index = given.behind(len(everybody)), node.uplinks.index(given)
+    else:
+        ranks = _detected(placement, everybody) if device.type == "cuda" else everybody
+        index = len(node.uplinks) + min(ranks)
+    return OwnUplink(
+        index,
+        ranks,
+        None if given is None else _uplink(given),
+        None if found is None else _uplink(found),
+        any(link.carries_gradients for link in (given, found) if link is not None),
+    )
 
 
-def _measured_for(
-    local_rank: int, links: list[MeasuredUplinkConfig], everybody: tuple[int, ...]
-) -> MeasuredUplinkConfig | None:
-    return next((link for link in links if local_rank in (link.workers or everybody)), None)
+def _link_of(placement: Placement, links: Sequence[UplinkConfig]) -> UplinkConfig | None:
+    return next((x for x in links if placement.local_rank in x.behind(placement.local_world_size)), None)
 
 
 def _uplink(config: UplinkConfig) -> Uplink:

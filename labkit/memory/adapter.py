@@ -280,13 +280,25 @@ def _event(stream: "torch.cuda.Stream") -> "torch.cuda.Event":
     return event
 
 
-def _between(begin: "torch.cuda.Event", end: "torch.cuda.Event") -> float | None:
-    if not (begin.query() and end.query()):
-        return None
-    return float(begin.elapsed_time(end)) / 1e3
+class _CudaClock:
+    """Moments in what a CUDA device computes."""
+
+    device: torch.device
+
+    def now(self) -> float:
+        torch.cuda.current_stream(self.device).synchronize()
+        return time.perf_counter()
+
+    def mark(self) -> Mark:
+        return _event(torch.cuda.current_stream(self.device))
+
+    def between(self, begin: Mark, end: Mark) -> float | None:
+        if not (begin.query() and end.query()):
+            return None
+        return float(begin.elapsed_time(end)) / 1e3
 
 
-class TurnsCudaAdapter(_ThreadAdapter):
+class TurnsCudaAdapter(_CudaClock, _ThreadAdapter):
     """A CUDA device behind a link on which it takes turns: a thread issues each chunk when it may."""
 
     def __init__(self, device: torch.device, state: LinkState, ways_in_turns: Collection[str]) -> None:
@@ -313,16 +325,6 @@ class TurnsCudaAdapter(_ThreadAdapter):
         event.synchronize()
         return event
 
-    def mark(self) -> Mark:
-        return _event(torch.cuda.current_stream(self.device))
-
-    def between(self, begin: Mark, end: Mark) -> float | None:
-        return _between(begin, end)
-
-    def now(self) -> float:
-        torch.cuda.current_stream(self.device).synchronize()
-        return time.perf_counter()
-
 
 class _StreamCopy:
     def __init__(self, event: "torch.cuda.Event", device: torch.device) -> None:
@@ -344,7 +346,7 @@ class _StreamCopy:
         stream.wait_event(self._event)
 
 
-class CudaAdapter:
+class CudaAdapter(_CudaClock):
     """A CUDA device: a stream for each direction, ordered by events. Host memory should be page-locked."""
 
     def __init__(self, device: torch.device) -> None:
@@ -375,20 +377,10 @@ class CudaAdapter:
         self._timed.append((direction, source.numel(), begin, end))
         return _StreamCopy(end, self.device)
 
-    def now(self) -> float:
-        torch.cuda.current_stream(self.device).synchronize()
-        return time.perf_counter()
-
-    def mark(self) -> Mark:
-        return _event(torch.cuda.current_stream(self.device))
-
-    def between(self, begin: Mark, end: Mark) -> float | None:
-        return _between(begin, end)
-
     def rates(self) -> dict[str, float]:
         while self._timed:
             direction, size_bytes, begin, end = self._timed[0]
-            seconds = _between(begin, end)
+            seconds = self.between(begin, end)
             if seconds is None:
                 break
             self._rates.add(direction, size_bytes, seconds)

@@ -29,7 +29,6 @@ class HostArena:
         Args:
             size_bytes: Of it; 0: everything is refused.
             tier: `ram`, `pinned` (page-locked for a CUDA device) or `mmap:FOLDER` (a file that has no name).
-
             num_sharing: Processes of this machine that reserve as much.
 
         Raises:

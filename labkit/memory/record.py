@@ -3,7 +3,7 @@
 import contextlib
 import gc
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import torch
@@ -119,17 +119,17 @@ class Record:
             del self._held[key]
             self._released_s[key] = now
 
-    def needed(self, key: Key, managed: set[int]) -> None:
+    def needed(self, key: Key, managed: Callable[[], set[int]]) -> None:
         """A block was asked for.
 
         Args:
             key: Which one.
-            managed: Storages that hooks have seen.
+            managed: Gives the storages that hooks have seen; looked at the first time alone.
         """
         self._last_s = self._now()
         if not self._needed_s:
             with self._thinking():
-                self._look_for_unmanaged(managed)
+                self._look_for_unmanaged(managed())
         if self._held:
             self._look_what_is_held(self._last_s)
             self._held.pop(key, None)

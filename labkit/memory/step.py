@@ -363,7 +363,7 @@ class Step:
         """A block is asked for: begin to bring back those that come after it, as far as there is room."""
         memory = self.memory
         if self.record is not None:
-            self.record.needed(saved.key, {storage for storage, _, _ in self._blocks})
+            self.record.needed(saved.key, lambda: {storage for storage, _, _ in self._blocks})
         else:
             self.ended = memory.adapter.mark()
             self.turned = self.turned or self.ended

@@ -80,7 +80,6 @@ def read_memory(run: Any, rank: int = 0) -> MemoryRun:
 def _num_sharing(cluster: ClusterConfig, rank: int) -> int:
     place = placements(cluster)[rank]
     node = cluster.nodes[place.node_index]
-    everybody = tuple(range(place.local_world_size))
     links = (*node.uplinks, *(link for link in cluster.measured_uplinks if link.node == node.name))
-    behind = (link.workers or everybody for link in links)
+    behind = (link.behind(place.local_world_size) for link in links)
     return next((len(ranks) for ranks in behind if place.local_rank in ranks), 1)

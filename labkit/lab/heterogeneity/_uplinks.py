@@ -56,7 +56,7 @@ def probe_links(
     folder = run_probe(config, "links", is_repeat, wait, rendezvous, node)
     events = [event for rank in folder.ranks() for event in folder.history(rank, ("uplink",))]
     carries = {
-        (given_node.name, tuple(link.workers or range(len(given_node.workers)))): link.carries_gradients
+        (given_node.name, link.behind(len(given_node.workers))): link.carries_gradients
         for given_node in config.cluster.nodes
         for link in given_node.uplinks
     }
